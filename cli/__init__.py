@@ -1,0 +1,1 @@
+"""Words, colours and exit codes; one short function per command."""
