@@ -16,7 +16,7 @@ BITS = 4
 class Method:
     """How scales and codes are chosen.
 
-    clip_allowance: kappa of DESIGN.md section 5, in steps: |W - q*s| <= kappa*|s|; None is no constraint. Only `search` has it.
+    clip_allowance: kappa, in steps: |W - q*s| <= kappa*|s| for every weight; None is no constraint. `search` only.
     """
 
     name: MethodName = "search"

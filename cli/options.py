@@ -1,0 +1,159 @@
+"""The options, each declared once: every command that has one spells it, documents it and reads KIZAMI_* alike."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kizami.formats.errors import KizamiError
+from kizami.quantize.settings import GROUP_SIZES, Method, Policy
+
+WHAT, HOW, RUN, OUTPUT = "What is packed", "How", "Run", "Output"
+
+GroupSizeName = Literal["32", "64", "128"]
+SchemeName = Literal["w4a16-g32", "w4a16-g64", "w4a16-g128"]
+RestName = Literal["bf16", "fp8"]
+MtpName = Literal["quantize", "keep", "drop"]
+MethodChoice = Literal["search", "minmax", "signed"]
+SignName = Literal["signed", "positive"]
+AllowanceName = Literal["0.5", "1", "2", "none"]
+FormatName = Literal["text", "json", "markdown"]
+
+
+def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
+    """A typer option with its environment variable: KIZAMI_ and the long spelling in capitals."""
+    long = next(s for s in spellings if s.startswith("--"))
+    more.setdefault("show_default", False)
+    variable = "KIZAMI_" + long.removeprefix("--").replace("-", "_").upper()
+    return typer.Option(*spellings, help=help, rich_help_panel=panel, envvar=variable, **more)
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        show_default=False,
+        help="The FP8 checkpoint: a folder, or a Hub id org/name[@revision] that is in the local Hub cache.",
+    ),
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="A folder that kizami convert wrote.")]
+
+GroupSize = Annotated[
+    GroupSizeName | None,
+    option(
+        "--group-size", panel=WHAT, help="Weights that share a scale. Default 32, the layout Kimi ships.", metavar="G"
+    ),
+]
+Scheme = Annotated[
+    SchemeName | None, option("--scheme", panel=WHAT, help="The same choice by name: w4a16-g32, w4a16-g64, w4a16-g128.")
+]
+RestOption = Annotated[
+    RestName, option("--rest", panel=WHAT, help="The other FP8 linears: bf16 decodes them (default), fp8 keeps them.")
+]
+MtpOption = Annotated[
+    MtpName, option("--mtp", panel=WHAT, help="The MTP layer's experts: quantize (default), keep them unpacked, or drop.")
+]
+Ignore = Annotated[
+    list[str] | None,
+    option("--ignore", panel=WHAT, metavar="NAME", help="Leave these modules unpacked: a name or re:REGEX. Repeatable."),
+]
+Targets = Annotated[
+    list[str] | None,
+    option("--targets", panel=WHAT, metavar="NAME", help="Pack these instead of the routed experts. Repeatable."),
+]
+MaxShardSize = Annotated[
+    str, option("--max-shard-size", panel=WHAT, metavar="SIZE", help="Largest output file: 5GB (default), 2GiB, 500MB.")
+]
+TensorParallel = Annotated[
+    int | None,
+    option("--tp", panel=WHAT, metavar="N", min=1, max=1024, help="The tensor-parallel size it will be served at."),
+]
+
+MethodOption = Annotated[
+    MethodChoice, option("--method", panel=HOW, help="How scales are chosen: search (default), minmax, signed.")
+]
+ScaleSignOption = Annotated[
+    SignName | None, option("--scale-sign", panel=HOW, help="Allow negative scales (signed), or not (positive).")
+]
+ClipAllowance = Annotated[
+    AllowanceName,
+    option("--clip-allowance", panel=HOW, help="Most a weight may be clipped, in steps; search only. Default none."),
+]
+
+Workers = Annotated[
+    int | None, option("--workers", panel=RUN, metavar="N", min=1, max=4096, help="Threads. Default: all cores.")
+]
+DryRun = Annotated[bool, option("--dry-run", panel=RUN, help="Show the plan and the free space; write nothing.")]
+Restart = Annotated[bool, option("--restart", panel=RUN, help="Throw away an unfinished OUT.partial and start over.")]
+MaxRelError = Annotated[
+    float | None,
+    option(
+        "--max-rel-error", panel=RUN, metavar="X", min=0.0, help="Exit 1 if a packed tensor's relative error is above X."
+    ),
+]
+Against = Annotated[
+    str | None, option("--against", panel=RUN, metavar="SRC", help="Also compare every tensor with this source.")
+]
+Sample = Annotated[
+    int | None, option("--sample", panel=RUN, metavar="N", min=1, help="Look into N packed tensors only, evenly spread.")
+]
+
+Tensors = Annotated[
+    str | None, option("--tensors", panel=OUTPUT, metavar="GLOB", help="List the tensors whose names match, e.g. '*.eh_proj.*'.")
+]
+ToFile = Annotated[Path | None, option("-o", "--output", panel=OUTPUT, metavar="FILE", help="Write to FILE.")]
+ReportFormat = Annotated[FormatName, option("--format", panel=OUTPUT, help="text (default), json or markdown.")]
+Top = Annotated[
+    int, option("--top", panel=OUTPUT, metavar="N", min=0, help="How many of the worst tensors to list. Default 10.")
+]
+
+Quiet = Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Only the last line, errors and warnings.")]
+Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Every tensor.")]
+Json = Annotated[bool, option("--json", panel=OUTPUT, help="One JSON object on stdout.")]
+Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Tracebacks.")]
+
+
+def policy_from(
+    group_size: str | None,
+    scheme: str | None,
+    rest: RestName,
+    mtp: MtpName,
+    ignore: list[str] | None,
+    targets: list[str] | None,
+    max_shard_size: str,
+) -> Policy:
+    named = None if scheme is None else int(scheme.rpartition("g")[2])
+    if group_size is not None and named is not None and int(group_size) != named:
+        raise KizamiError(
+            f"--group-size {group_size} and --scheme {scheme} contradict each other",
+            code="bad_option",
+            hint="give one of the two",
+        )
+    chosen = int(group_size) if group_size is not None else named
+    return Policy(
+        group_size=chosen if chosen is not None else GROUP_SIZES[0],
+        rest=rest,
+        mtp=mtp,
+        targets=tuple(targets or ()),
+        ignore=tuple(ignore or ()),
+        max_shard_bytes=parse_size(max_shard_size),
+    )
+
+
+def method_from(method: MethodChoice, scale_sign: SignName | None, clip_allowance: str) -> Method:
+    """Without --scale-sign a method has its own: minmax is compressed-tensors' rule, whose scales are positive."""
+    sign = scale_sign or ("positive" if method == "minmax" else "signed")
+    return Method(method, sign, None if clip_allowance == "none" else float(clip_allowance))
+
+
+_UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `5GB`, `2GiB`, `500MB` or `1000000`; decimal units are powers of 1000, as the Hub counts."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]I?)?B?\s*", text.upper(), re.ASCII)
+    unit = _UNITS.get(match[2] or "") if match else None
+    if match is None or unit is None:
+        raise KizamiError(f"--max-shard-size {text!r} is not a size", code="bad_option", hint="write 5GB, 2GiB or 500MB")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit

@@ -1,0 +1,200 @@
+"""One action and one reason for every tensor of a checkpoint. Names, dtypes and shapes only; no weight is read."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.dialects import Dialect, ScaledWeight
+from kizami.formats.errors import KizamiError
+from kizami.formats.families import Family, Place, Role
+from kizami.formats.int4_layout import packed_specs
+from kizami.formats.tensors import TensorInfo, TensorSpec
+from kizami.quantize.plan import Action, Step
+from kizami.quantize.settings import Policy
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")  # sources without scale that can be packed
+# SGLang reads `kv_b_proj.weight` itself, concatenates q_a with kv_a, and fuses the indexer's wk with weights_proj into
+# one BF16 matrix (sglang 0.5.23, models/deepseek_v2.py): packed forms of these do not load there.
+UNLOADABLE_PACKED = ("kv_b_proj", "q_a_proj", "kv_a_proj_with_mqa", "wk", "weights_proj")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which modules are packed. Patterns have compressed-tensors' syntax: an exact name, or `re:` + re.match."""
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        for pattern in (*self.policy.targets, *self.policy.ignore):
+            _compiled(pattern)
+
+    def picks(self, module: str, place: Place) -> str | None:
+        """The reason to pack this 2-D weight, or None."""
+        if place.in_mtp and self.policy.mtp != "quantize":
+            return None
+        if any(_matches(pattern, module) for pattern in self.policy.ignore):
+            return None
+        if self.policy.targets:
+            hit = next((p for p in self.policy.targets if _matches(p, module)), None)
+            return f"matches --targets {hit}" if hit else None
+        return "routed expert" if place.role is Role.ROUTED_EXPERT else None
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    if not pattern.startswith("re:"):
+        return None
+    try:
+        return re.compile(pattern[3:])
+    except re.error as e:
+        raise KizamiError(
+            f"pattern {pattern!r} is not a regular expression: {e}",
+            code="bad_pattern",
+            hint="write an exact module name, or re: and a Python regular expression",
+        ) from None
+
+
+def _matches(pattern: str, module: str) -> bool:
+    regex = _compiled(pattern)
+    return module == pattern if regex is None else regex.match(module) is not None
+
+
+def decide(checkpoint: Checkpoint, family: Family, dialect: Dialect, policy: Policy) -> list[Step]:
+    """Steps in source order. Raises KizamiError where the request cannot be met; nothing is skipped in silence."""
+    selection = Selection(policy)
+    steps = [
+        _step(info, family, dialect, policy, selection)
+        for info in checkpoint.tensors.values()
+        if info.name not in dialect.scales  # a scale goes with its weight
+    ]
+    packed = [step for step in steps if step.action == "quantize"]
+    _check_something_is_packed(packed, policy)
+    _check_groups(packed, policy.group_size)
+    _check_fused_pairs(steps)
+    return steps
+
+
+def _step(info: TensorInfo, family: Family, dialect: Dialect, policy: Policy, selection: Selection) -> Step:
+    module = info.name.removesuffix(".weight")
+    place = family.place(info.name)
+    scaled = dialect.weights.get(module) if info.name.endswith(".weight") else None
+
+    def step(action: Action, reason: str, outputs: Iterable[TensorSpec]) -> Step:
+        return Step(module, action, reason, place, info, scaled, tuple(outputs))
+
+    if place.in_mtp and policy.mtp == "drop":
+        return step("drop", "MTP layer, --mtp drop", ())
+    if info.name in dialect.stale:
+        return step("drop", dialect.stale[info.name], ())
+    if info.name.endswith(".weight") and len(info.shape) == 2:
+        picked = selection.picks(module, place)
+        if picked is not None:
+            _check_packable(info, scaled)
+            return step("quantize", picked, packed_specs(module, *info.shape, policy.group_size))
+    if scaled is None:
+        return step("copy", _why_copied(info, place), (info.spec,))
+    if policy.rest == "fp8":
+        return step("keep_fp8", "FP8 linear, --rest fp8", _kept_fp8(module, scaled))
+    return step("dequantize", f"FP8 {place.role.value.replace('_', ' ')}, not packed", (_bf16(info),))
+
+
+def _bf16(info: TensorInfo) -> TensorSpec:
+    return TensorSpec(info.name, "BF16", info.shape)
+
+
+def _kept_fp8(module: str, scaled: ScaledWeight) -> tuple[TensorSpec, TensorSpec]:
+    """compressed-tensors names the multiplier `weight_scale` (vllm #30823 is the crash from `weight_scale_inv`)."""
+    return scaled.weight.spec, TensorSpec(module + ".weight_scale", "F32", scaled.grid)
+
+
+def _why_copied(info: TensorInfo, place: Place) -> str:
+    return f"{place.role.value.replace('_', ' ')}, {info.dtype} in the source"
+
+
+def _check_packable(info: TensorInfo, scaled: ScaledWeight | None) -> None:
+    if scaled is None and info.dtype not in FLOAT_DTYPES:
+        raise KizamiError(
+            f"selected for INT4, but its dtype is {info.dtype}; "
+            f"expected FP8 with a scale, or one of {', '.join(FLOAT_DTYPES)}",
+            code="unsupported_dtype",
+            file=info.file,
+            tensor=info.name,
+            hint="leave it out with --ignore",
+        )
+
+
+def _check_something_is_packed(packed: list[Step], policy: Policy) -> None:
+    if packed:
+        return
+    asked = ", ".join(policy.targets) if policy.targets else "routed experts (….experts.<n>.<projection>.weight)"
+    raise KizamiError(
+        f"0 modules matched: nothing to pack for {asked}",
+        code="nothing_matched",
+        hint="kizami inspect SRC --tensors '*' lists the names; choose them with --targets, and check --ignore",
+    )
+
+
+def _check_groups(packed: list[Step], group_size: int) -> None:
+    """packed_specs refuses too; this names all modules at once, not the first."""
+    bad = [step for step in packed if step.weight.shape[1] % group_size]
+    if not bad:
+        return
+    widths = sorted({step.weight.shape[1] for step in bad})
+    raise KizamiError(
+        f"{len(bad)} modules have a column count K = {', '.join(map(str, widths))} that {group_size} does not divide: "
+        + ", ".join(step.module for step in bad[:3])
+        + (", ..." if len(bad) > 3 else ""),
+        code="group_does_not_divide",
+        file=bad[0].weight.file,
+        tensor=bad[0].weight.name,
+        hint="choose another --group-size, or leave these modules out with --ignore",
+    )
+
+
+PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # engines load both as one matrix: one scheme for both
+
+
+def _check_fused_pairs(steps: list[Step]) -> None:
+    actions = {step.module: step for step in steps if len(step.weight.shape) == 2}
+    for module, step in actions.items():
+        parent, _, part = module.rpartition(".")
+        for first, second in PAIRS:
+            other = actions.get(f"{parent}.{second}")
+            if part == first and other is not None and other.action != step.action:
+                raise KizamiError(
+                    f"{first} is to be {_word(step)} and {second} {_word(other)}; "
+                    "engines fuse the two and need one scheme for both",
+                    code="fused_pair_split",
+                    tensor=parent,
+                    hint=f"let --ignore or --targets match both, e.g. ({first}|{second})",
+                )
+
+
+def _word(step: Step) -> str:
+    return "packed" if step.action == "quantize" else "left unpacked"
+
+
+def warn(steps: list[Step]) -> Iterator[str]:
+    """What is allowed, but hardly meant."""
+    yield from _partly_packed_layers(steps)
+    for step in steps:
+        if step.action == "quantize" and step.place.part in UNLOADABLE_PACKED:
+            yield f"{step.module} is packed; SGLang reads the plain weight of {step.place.part} and cannot load INT4 here"
+        if step.action == "copy" and len(step.weight.shape) == 3 and step.place.role is Role.ROUTED_EXPERT:
+            yield f"{step.module} holds all experts in one 3-D tensor; it is copied, not packed"
+
+
+def _partly_packed_layers(steps: list[Step]) -> Iterator[str]:
+    """vLLM and SGLang take the scheme of expert 0 for the whole layer (serving engines' FusedMoE loaders)."""
+    layers: dict[tuple[int | None, bool], Mapping[str, list[str]]] = {}
+    for step in steps:
+        if step.place.role is Role.ROUTED_EXPERT and len(step.weight.shape) == 2 and step.action != "drop":
+            kinds = layers.setdefault((step.place.layer, step.place.in_mtp), {"packed": [], "unpacked": []})
+            kinds["packed" if step.action == "quantize" else "unpacked"].append(step.module)
+    for (layer, _), kinds in layers.items():
+        if kinds["packed"] and kinds["unpacked"]:
+            yield (
+                f"layer {layer}: {len(kinds['packed'])} expert modules are packed and {len(kinds['unpacked'])} are not "
+                f"(e.g. {kinds['unpacked'][0]}); engines take one scheme for all experts of a layer, "
+                "so they would load garbage"
+            )

@@ -1,0 +1,87 @@
+"""Everything beside the weights, then OUT.partial becomes OUT."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.formats.index import INDEX_NAME, encode_index
+from kizami.formats.model_card import CardFacts, render_card
+from kizami.formats.side_files import copy_side_file, find_side_files
+from kizami.formats.strict_json import dump_json
+from kizami.formats.writer import fsync_folder, write_file_durably
+from kizami.quantize.journal import FOLDER, Journal
+from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest
+from kizami.quantize.plan import Plan
+from kizami.quantize.report import Row
+
+MAX_README_BYTES = 1 << 20  # cards have a few dozen kB; a larger one is not read
+
+
+def finish(plan: Plan, checkpoint: Checkpoint, journal: Journal, out: Path) -> dict[str, Any]:
+    """Writes index, config, side files, report, card and manifest; renames. Returns the manifest."""
+    partial = journal.partial
+    files = {name: copy_side_file(checkpoint, name, partial) for name in find_side_files(checkpoint).copied}
+    rows = [json.loads(line) for shard in plan.shards for line in _lines(journal.rows_path(shard.number))]
+    weight_map = {spec.name: shard.file for shard in plan.shards for spec in shard.tensors}
+    negative = any(row.get("negative_scale_fraction") for row in rows)
+    written = {
+        INDEX_NAME: encode_index(weight_map, plan.output.bytes),
+        CONFIG: dump_json(plan.config),
+        REPORT: b"".join(journal.rows_path(shard.number).read_bytes() for shard in plan.shards),
+        CARD: _card(plan, checkpoint, rows, negative).encode(),
+    }
+    for name, data in written.items():
+        write_file_durably(partial / name, data)
+        files[name] = hashlib.sha256(data).hexdigest()
+    records = [journal.done[shard.number] for shard in plan.shards]
+    shards = [{"file": r.file, "bytes": r.nbytes, "sha256": r.sha256} for r in records]
+    manifest = build_manifest(plan, shards, files, negative)
+    write_file_durably(partial / MANIFEST, dump_json(manifest))
+    _check_no_strangers(partial, {MANIFEST, *files, *(r.file for r in records)})
+    _publish(partial, out)
+    return manifest
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8") as f:
+        yield from f
+
+
+def _card(plan: Plan, checkpoint: Checkpoint, rows: list[Row], negative: bool) -> str:
+    readme = checkpoint.root / CARD
+    text = None
+    if readme.is_file() and readme.stat().st_size <= MAX_README_BYTES:
+        text = readme.read_text(encoding="utf-8", errors="replace")
+    return render_card(text, card_facts(plan, rows, negative))
+
+
+def card_facts(plan: Plan, rows: list[Row], negative: bool) -> CardFacts:
+    raise NotImplementedError
+
+
+def _check_no_strangers(partial: Path, ours: set[str]) -> None:
+    """Files that someone else put into OUT.partial would be published as ours."""
+    found = {p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_symlink() or not p.is_dir()}
+    strange = sorted(name for name in found - ours if not name.startswith(FOLDER + "/"))
+    if strange:
+        raise KizamiError(
+            f"holds {len(strange)} files that kizami did not write there: {', '.join(strange[:3])}",
+            code="strange_file",
+            file=partial.name,
+            hint="move them away and run the same command again; the finished shards are kept",
+        )
+
+
+def _publish(partial: Path, out: Path) -> None:
+    """One rename makes OUT appear, complete. Until then the journal is there, and a rerun only repeats the finish."""
+    fsync_folder(partial)
+    os.rename(partial, out)
+    fsync_folder(out.parent)
+    for path in sorted((out / FOLDER).iterdir()):
+        path.unlink()
+    (out / FOLDER).rmdir()

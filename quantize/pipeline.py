@@ -1,0 +1,204 @@
+"""Runs a plan: OUT.partial, journal, executor, finish. The same bytes whatever the worker count or interruptions."""
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.formats.files import file_sha256
+from kizami.formats.reader import TensorReader
+from kizami.quantize.executor import available_cores
+from kizami.quantize.finish import finish
+from kizami.quantize.journal import FOLDER, JOURNAL, Journal, ShardRecord
+from kizami.quantize.linear import warm_up
+from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.shard import FinishedShard, convert_shard
+from kizami.quantize.tensor import Piece
+
+ROW_BYTES = 700  # a report line, generously; for the free-space check
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    shards: int
+    resumed: int  # shards that an earlier run finished and whose bytes are still right
+    rewritten: tuple[str, ...]  # shards that the journal calls done but whose bytes have changed
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A piece is written. Over a whole shard these add up to the bytes of its source weights (scales not counted)."""
+
+    source_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDone:
+    shard: Shard
+    rows: list[dict[str, Any]]
+    seconds: float
+    done: int  # shards finished so far, resumed ones included
+    of: int
+
+
+RunEvent = Started | Progress | ShardDone
+
+
+def run(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    workers: int | None = None,
+    restart: bool = False,
+    on_event: Callable[[RunEvent], None] = lambda event: None,
+) -> dict[str, Any]:
+    """Converts `checkpoint` to `out` and returns the manifest. `on_event` is called by one thread at a time.
+
+    Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
+    """
+    partial = prepare_folders(checkpoint.root, out)
+    journal = Journal.open(partial, plan.identity | {"plan_hash": plan.hash}, restart=restart)
+    try:
+        rewritten = _recheck(journal)
+        todo = [shard for shard in plan.shards if shard.number not in journal.done]
+        _check_free_space(plan, todo, partial)
+        on_event(Started(len(plan.shards), len(journal.done), rewritten))
+        if any(step.action == "quantize" for shard in todo for step in shard.steps):
+            warm_up(plan.method, plan.policy.group_size)
+        _convert_all(plan, checkpoint, todo, journal, workers or available_cores(), on_event)
+        checkpoint.check_unchanged()
+        return finish(plan, checkpoint, journal, out)
+    finally:
+        journal.close()
+
+
+def prepare_folders(source: Path, out: Path) -> Path:
+    """Checks OUT and gives OUT.partial. The source is never written to, and nothing of a stranger is removed."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise KizamiError(
+            "exists and is not empty; kizami writes complete new folders only",
+            code="out_exists",
+            file=str(out),
+            hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
+        )
+    inside = out.resolve()
+    if inside.is_relative_to(source.resolve()) or source.resolve().is_relative_to(inside):
+        raise KizamiError("OUT and SRC are one folder or lie in each other", code="out_in_source", file=str(out))
+    partial = out.with_name(out.name + ".partial")
+    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
+        raise KizamiError("exists and is not a folder", code="out_exists", file=str(partial))
+    ours = (partial / FOLDER / JOURNAL).is_file()
+    if partial.exists() and not ours and any(p.name != FOLDER for p in partial.iterdir()):
+        raise KizamiError(
+            "is not empty and has no journal of kizami",
+            code="out_exists",
+            file=str(partial),
+            hint="move it away; kizami keeps its unfinished work under this name",
+        )
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def _recheck(journal: Journal) -> tuple[str, ...]:
+    """Finished shards are hashed again: a resume builds on bytes, not on names."""
+    bad = []
+    for record in list(journal.done.values()):
+        path = journal.partial / record.file
+        whole = (
+            path.is_file() and path.stat().st_size == record.nbytes and file_sha256(path, record.file) == record.sha256
+        )
+        if not whole or not journal.rows_path(record.number).is_file():
+            journal.forget(record.number)
+            bad.append(record.file)
+    return tuple(bad)
+
+
+def _check_free_space(plan: Plan, todo: list[Shard], partial: Path) -> None:
+    need = sum(shard.file_nbytes + ROW_BYTES * len(shard.steps) for shard in todo)
+    free = shutil.disk_usage(partial).free
+    if free < need:
+        raise KizamiError(
+            f"{need:,} bytes are still to be written, and {free:,} are free",
+            code="disk_full",
+            file=str(partial),
+            hint="make room, or choose an OUT on a larger disk; finished shards are kept",
+        )
+
+
+def _convert_all(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    todo: list[Shard],
+    journal: Journal,
+    workers: int,
+    on_event: Callable[[RunEvent], None],
+) -> None:
+    """Shards are driven by a few threads (they write and hash); all of them share one pool that computes.
+
+    numba, hashlib and the file calls release the GIL, so threads scale like processes and need no copies. Two drivers
+    at least: while one waits for fsync, the other keeps the pool busy.
+    """
+    stop = Event()
+    drivers = max(1, min(len(todo), max(2, workers // 2))) if workers > 1 else 1
+    with TensorReader(checkpoint) as reader:
+        pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
+        lead = ThreadPoolExecutor(drivers, "kizami-shard")
+        job = _Job(plan, reader, journal, pool, 1 + -(-workers // drivers), stop, on_event)
+        futures = [lead.submit(job.shard, shard) for shard in todo]
+        try:
+            _wait_for_first_failure(futures)
+        finally:
+            stop.set()
+            for executor in (lead, pool):
+                if executor is not None:
+                    executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _wait_for_first_failure(futures: list[Future[None]]) -> None:
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:  # in shard order: the same failure is reported whichever thread met it first
+        if future in done:
+            future.result()
+
+
+class _Job:
+    """What the driver threads share."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        reader: TensorReader,
+        journal: Journal,
+        pool: Executor | None,
+        ahead: int,
+        stop: Event,
+        on_event: Callable[[RunEvent], None],
+    ) -> None:
+        self.plan, self.reader, self.journal, self.pool = plan, reader, journal, pool
+        self.ahead, self.stop, self.on_event = ahead, stop, on_event
+        self.lock = Lock()
+
+    def shard(self, shard: Shard) -> None:
+        started = time.monotonic()
+        finished = convert_shard(
+            self.plan, shard, self.reader, self.journal.partial, self.pool, self.ahead, self.stop, self.piece
+        )
+        self.record(shard, finished, time.monotonic() - started)
+
+    def piece(self, piece: Piece) -> None:
+        with self.lock:
+            self.on_event(Progress(piece.source_nbytes))
+
+    def record(self, shard: Shard, finished: FinishedShard, seconds: float) -> None:
+        assert finished.nbytes == shard.file_nbytes, (finished.nbytes, shard.file_nbytes)
+        with self.lock:
+            self.journal.write_rows(shard.number, finished.rows)
+            self.journal.append(ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256))
+            self.on_event(ShardDone(shard, finished.rows, seconds, len(self.journal.done), len(self.plan.shards)))

@@ -1,0 +1,154 @@
+"""The plan: one action and one reason per tensor, every output byte counted, before any weight is read."""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.dialects import ScaledWeight
+from kizami.formats.families import Place
+from kizami.formats.tensors import TensorInfo, TensorSpec
+from kizami.quantize.settings import Method, Policy
+
+Action = Literal["quantize", "dequantize", "copy", "keep_fp8", "drop"]
+PLAN_FORMAT = 1  # part of the hash: raise it whenever the same inputs would give other bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What becomes of one source tensor (a weight together with its scale)."""
+
+    module: str  # the tensor's name without ".weight"
+    action: Action
+    reason: str
+    place: Place
+    weight: TensorInfo
+    scaled: ScaledWeight | None  # the FP8 pair; None for a source tensor without scale
+    outputs: tuple[TensorSpec, ...]  # none for "drop"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.outputs)
+
+    @property
+    def source_nbytes(self) -> int:
+        return self.weight.nbytes + (self.scaled.scale.nbytes if self.scaled else 0)
+
+    @property
+    def weights(self) -> int:
+        count = 1
+        for size in self.weight.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One output file: its steps in the order they are computed, its tensors in the order they lie on disk."""
+
+    number: int  # from 1
+    file: str
+    steps: tuple[Step, ...]
+    tensors: tuple[TensorSpec, ...]
+    header_nbytes: int
+
+    @property
+    def data_nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @property
+    def file_nbytes(self) -> int:
+        return self.header_nbytes + self.data_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Exact totals of what a convert writes. bytes: tensor data, the index's total_size; file_bytes: with headers."""
+
+    bytes: int
+    file_bytes: int
+    tensors: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run needs to know; equal hashes mean equal output bytes."""
+
+    policy: Policy
+    method: Method
+    family: str
+    dialect: str
+    steps: tuple[Step, ...]  # in source order, dropped ones included
+    shards: tuple[Shard, ...]
+    quantization_config: dict[str, Any]
+    config: dict[str, Any]  # the output's config.json
+    source: dict[str, Any]  # identity: name, bytes and header hash of every file, hash of the config
+    warnings: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def output(self) -> Output:
+        return Output(
+            bytes=sum(shard.data_nbytes for shard in self.shards),
+            file_bytes=sum(shard.file_nbytes for shard in self.shards),
+            tensors=sum(len(shard.tensors) for shard in self.shards),
+            shards=len(self.shards),
+        )
+
+    @cached_property
+    def source_bytes(self) -> int:
+        return int(self.source["bytes"])
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        return dict(sorted(Counter(step.action for step in self.steps).items()))
+
+    @property
+    def packed(self) -> list[Step]:
+        return [step for step in self.steps if step.action == "quantize"]
+
+    @cached_property
+    def bits_per_weight(self) -> float:
+        """Stored bits per source weight over the whole output (scales and shapes included)."""
+        return 8 * self.output.bytes / max(1, sum(step.weights for step in self.steps if step.action != "drop"))
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of what decides the bytes: format, settings, source identity, every action. No times, no paths."""
+        digest = hashlib.sha256(canonical(self.identity).encode())
+        for step in self.steps:
+            written = [(spec.name, spec.dtype, spec.shape) for spec in step.outputs]
+            digest.update(f"{step.module}\0{step.action}\0{written}\n".encode())
+        digest.update(canonical(self.config).encode())
+        return digest.hexdigest()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the run it resumes."""
+        return {
+            "plan_format": PLAN_FORMAT,
+            "policy": asdict(self.policy),
+            "method": asdict(self.method),
+            "source": self.source,
+        }
+
+
+def canonical(value: object) -> str:
+    """One spelling per value: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Names, sizes and header hashes of the files and the hash of the config. Sizes and headers pin every tensor's
+    name, dtype, shape and place; the data itself is compared by `verify --against`."""
+    return {
+        "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
+        "tensors": len(checkpoint.tensors),
+        "config_sha256": hashlib.sha256(canonical(checkpoint.config).encode()).hexdigest(),
+        "files": {
+            name: {"bytes": head.file_size, "header_sha256": head.sha256} for name, head in checkpoint.headers.items()
+        },
+    }

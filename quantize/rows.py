@@ -1,0 +1,163 @@
+"""Passes over one row of weights, shared by every method.
+
+All work in pieces of `CHUNK` columns: every group size is a multiple of it, and a constant trip count is what makes
+the compiler vectorise (one loop per group is three times slower). A pass is elementwise or sums integers, or adds
+floats in a written order, so results do not depend on vector width. Scales come once per chunk (`step`).
+"""
+
+from typing import Any
+
+import numpy as np
+
+from kizami.quantize.jit import kernel
+
+Array = Any  # numba types the kernels; numpy.typing would only slow reading down
+
+CHUNK = 32
+LANES = 8
+E4M3_BIAS = np.float32(2.0**120)  # e4m3 bits moved to float32's exponent field are 2^-120 of the value
+ROUND = np.float32(12582920.0)  # 1.5 * 2^23 + 8: adding it rounds to integer, ties to even; the low byte is q + 8
+HIGHEST = np.float32(7)
+LOWEST = np.float32(-8)
+ABS = np.int32(0x7FFFFFFF)
+SMALLEST_SCALE = np.float32(2.0**-126)  # smallest normal float32: below it scales lose bits, codes are no longer exact
+ZERO_GROUP_SCALE = np.float32(2.0**-7)  # BF16 eps, compressed-tensors' value
+
+
+@kernel
+def round_bf16(x: Any) -> Any:
+    """float32 rounded to the nearest BF16 value, ties to even (finite input)."""
+    bits = np.float32(x).view(np.uint32)
+    low = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint32((bits + np.uint32(0x7FFF) + low) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@kernel
+def bf16_bits(x: Any) -> Any:
+    return np.uint16(np.float32(x).view(np.uint32) >> np.uint32(16))
+
+
+@kernel
+def e4m3(byte: Any) -> Any:
+    """float32 value of an e4m3 byte; the NaN codes give +-480, callers look for them first."""
+    b = np.uint32(byte)
+    bits = np.uint32(((b & np.uint32(0x7F)) << np.uint32(20)) | ((b & np.uint32(0x80)) << np.uint32(24)))
+    return np.uint32(bits).view(np.float32) * E4M3_BIAS
+
+
+@kernel
+def chunk_scales(grid_row: Array, b1: int, out: Array) -> None:
+    """The block scale of each chunk; block edges lie between chunks."""
+    for c in range(out.size):
+        out[c] = grid_row[(c * CHUNK) // b1]
+
+
+@kernel
+def decode_row(codes: Array, scale: Array, w: Array) -> None:
+    for c in range(scale.size):
+        s = scale[c]
+        o = c * CHUNK
+        for i in range(CHUNK):
+            w[o + i] = e4m3(codes[o + i]) * s
+
+
+@kernel
+def largest_codes(signed_bytes: Array, positive: Array, negative: Array) -> None:
+    """Per chunk the largest magnitude code (0..126) of each sign; int8 in and out. -0.0 counts as 0."""
+    for c in range(positive.size):
+        o = c * CHUNK
+        p = np.int8(0)
+        n = np.int8(0)
+        for i in range(CHUNK):
+            x = signed_bytes[o + i]
+            p = max(p, x)
+            n = max(n, np.int8(x ^ np.int8(-128)))
+        positive[c] = p
+        negative[c] = n
+
+
+@kernel
+def largest_values(w_bits: Array, positive: Array, negative: Array) -> None:
+    """The same for float32 weights, seen as int32: bits of non-negative floats are in the order of their values."""
+    for c in range(positive.size):
+        o = c * CHUNK
+        p = np.int32(0)
+        n = np.int32(0)
+        for i in range(CHUNK):
+            x = w_bits[o + i]
+            p = max(p, x)
+            n = max(n, np.int32(x ^ np.int32(-0x80000000)))
+        positive[c] = p
+        negative[c] = n
+
+
+@kernel
+def nearest_codes(w: Array, step: Array, codes: Array) -> None:
+    """codes = clamp(rint(w / step)) + 8, exact by int4-algorithms 1.4: division, not multiplication by 1/step."""
+    for c in range(step.size):
+        s = step[c]
+        o = c * CHUNK
+        for i in range(CHUNK):
+            x = min(max(w[o + i] / s, LOWEST), HIGHEST)
+            codes[o + i] = np.uint8(np.float32(x + ROUND).view(np.int32))
+
+
+@kernel
+def minmax_codes(w: Array, step: Array, codes: Array) -> None:
+    """compressed-tensors' chain: BF16 weight, BF16 quotient, clamp, ties to even."""
+    for c in range(step.size):
+        s = step[c]
+        o = c * CHUNK
+        for i in range(CHUNK):
+            x = min(max(round_bf16(round_bf16(w[o + i]) / s), LOWEST), HIGHEST)
+            codes[o + i] = np.uint8(np.float32(x + ROUND).view(np.int32))
+
+
+@kernel
+def pack_row(codes: Array, words: Array) -> None:
+    """Eight codes, seen as one little-endian uint64, to one int32: the first column in the lowest nibble."""
+    eight = codes.view(np.uint64)
+    for j in range(words.size):
+        x = eight[j]
+        x = (x | (x >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
+        x = (x | (x >> np.uint64(8))) & np.uint64(0x0000FFFF0000FFFF)
+        words[j] = np.int32(np.uint32(x | (x >> np.uint64(16))))
+
+
+@kernel
+def measure_row(w: Array, step: Array, codes: Array, sums: Array, largest: Array, clipped: Array) -> None:
+    """Add the row's squares to the lanes `sums` [3, LANES] of W, error, q*s.
+
+    q*s is exact in float32, and so is the difference where the code is the nearest one (Sterbenz).
+    """
+    for c in range(step.size):
+        s = step[c]
+        high = max(np.float32(7.5) * s, np.float32(-8.5) * s)
+        low = min(np.float32(7.5) * s, np.float32(-8.5) * s)
+        o = c * CHUNK
+        for i in range(LANES):
+            for k in range(CHUNK // LANES):
+                j = o + i + k * LANES
+                x = w[j]
+                y = np.float32(np.int32(codes[j]) - np.int32(8)) * s
+                e = x - y
+                sums[0, i] += np.float64(x) * np.float64(x)
+                sums[1, i] += np.float64(e) * np.float64(e)
+                sums[2, i] += np.float64(y) * np.float64(y)
+                largest[i] = max(largest[i], np.int32(np.float32(e).view(np.int32) & ABS))
+                clipped[i] += np.int32(x > high) + np.int32(x < low)
+
+
+@kernel
+def measure_top(w: Array, step: Array, codes: Array, peak: Array, threshold: Any, top: Array) -> None:
+    """Add n, squares of W and of the error over |W| >= threshold to `top` [3]; `peak` is max |W| of each chunk."""
+    for c in range(step.size):
+        if peak[c] >= threshold:
+            s = step[c]
+            for j in range(c * CHUNK, (c + 1) * CHUNK):
+                x = w[j]
+                if abs(x) >= threshold:
+                    e = np.float64(x) - np.float64(np.int32(codes[j]) - np.int32(8)) * np.float64(s)
+                    top[0] += 1.0
+                    top[1] += np.float64(x) * np.float64(x)
+                    top[2] += e * e

@@ -1,0 +1,65 @@
+"""Candidates and error tables of `search` (int4-algorithms section 6): built once per clip allowance and group size."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+MINUS, PLUS = 28, 20  # candidates that put the extreme on the -8 side, on the +7 side
+COUNT = MINUS + PLUS
+SMALLEST_DIVISOR = 5.6
+FREE_PLUS = 9.0
+QUANTUM = 2.0**22
+CODES = 127  # finite magnitudes of e4m3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """divisors: float64 [COUNT], s = m/d for the signed extreme m; the first MINUS are negative, ascending magnitude.
+    reach: how far a weight may lie beyond 0 on the side of the codes +7 and -8, in steps (inf: no constraint).
+    """
+
+    divisors: NDArray[np.float64]
+    reach_plus: float
+    reach_minus: float
+
+
+@lru_cache(maxsize=32)
+def candidates(group_size: int, clip_allowance: float | None) -> Candidates:
+    """6.1 and 6.5: up to the clip bound, or as far as the free optimum was ever seen."""
+    free_minus = 11.0 if group_size >= 128 else 10.4
+    kappa = np.inf if clip_allowance is None else float(clip_allowance)
+    minus = np.linspace(SMALLEST_DIVISOR, min(8 + kappa, free_minus), MINUS)
+    plus = np.linspace(SMALLEST_DIVISOR, min(7 + kappa, FREE_PLUS), PLUS)
+    return Candidates(np.concatenate([-minus, plus]), 7 + kappa, 8 + kappa)
+
+
+def e4m3_magnitudes() -> NDArray[np.float64]:
+    """Values of the bytes 0..126."""
+    code = np.arange(CODES)
+    exponent, mantissa = code >> 3, code & 7
+    return np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.exp2(exponent - 10.0))
+
+
+@lru_cache(maxsize=8)
+def error_table(group_size: int, clip_allowance: float | None) -> NDArray[np.int32]:
+    """int32 [127, 256, COUNT]: squared error of byte b in a group whose largest code is M, relative to V[M]^2, in
+    quanta of 2^-22, for each candidate. Integers: any order of summation gives the same choice (1.5).
+
+    Rows with |b| > M and NaN bytes are never read (zero). 6.2 has 4.0 in cells that clip beyond the allowance; here
+    the kernel leaves those candidates out by the scalar test of the same section.
+    """
+    divisors = candidates(group_size, clip_allowance).divisors
+    magnitude = e4m3_magnitudes()
+    signed = np.concatenate([magnitude, [0.0], -magnitude, [0.0]])
+    table = np.zeros((CODES, 256, COUNT), np.int32)
+    for top in range(1, CODES):
+        v = (signed / magnitude[top])[:, None]
+        ratio = v * divisors
+        step = 1 / divisors
+        error = v - np.clip(np.rint(ratio), -8, 7) * step
+        cells = np.rint(error * error * QUANTUM)
+        table[top] = np.where(np.abs(v) <= 1, cells, 0)
+    table.flags.writeable = True
+    return table

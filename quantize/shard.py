@@ -1,0 +1,107 @@
+"""One output shard, start to end: read, decode, search, pack, measure, write. What an executor runs."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeVar
+
+from kizami.formats.reader import TensorReader
+from kizami.formats.writer import ShardWriter
+from kizami.quantize.metrics import ErrorSums
+from kizami.quantize.plan import Plan, Shard, Step
+from kizami.quantize.tensor import Piece, Produced, pieces, produce
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Stopped(Exception):
+    """The run is being interrupted; the unfinished shard has been removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedShard:
+    file: str
+    nbytes: int
+    sha256: str
+    rows: list[dict[str, Any]]
+
+
+def convert_shard(
+    plan: Plan,
+    shard: Shard,
+    reader: TensorReader,
+    folder: Path,
+    pool: Executor | None,
+    ahead: int,
+    stop: Event,
+    on_piece: Callable[[Piece], None],
+) -> FinishedShard:
+    """Writes `folder/shard.file` durably. Pieces are computed by `pool` (None: in this thread), at most `ahead` of them
+    waiting; they are written in order, so the bytes do not depend on who was faster."""
+    rows: dict[str, dict[str, Any]] = {}
+
+    def compute(piece: Piece) -> Produced:
+        if stop.is_set():
+            raise Stopped
+        return produce(piece, reader, plan.method, plan.policy.group_size)
+
+    work = chain.from_iterable(pieces(step) for step in shard.steps)
+    with ShardWriter(folder / shard.file, shard.tensors) as writer:
+        for piece, produced in in_order(pool, compute, work, ahead):
+            for name, data in produced.chunks:
+                writer.append(name, data)
+            on_piece(piece)
+            if piece.last:
+                rows[piece.step.module] = report_row(plan, shard, piece.step, produced.sums)
+        written = writer.finish()
+    return FinishedShard(written.file, written.nbytes, written.sha256, list(rows.values()))
+
+
+def in_order(pool: Executor | None, compute: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[tuple[T, R]]:
+    """(item, compute(item)) in the order of `items`, with at most `ahead` waiting beyond the current one."""
+    if pool is None:
+        for item in items:
+            yield item, compute(item)
+        return
+    waiting: deque[tuple[T, Future[R]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(compute, item)))
+            if len(waiting) > ahead:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def report_row(plan: Plan, shard: Shard, step: Step, sums: ErrorSums | None) -> dict[str, Any]:
+    """A line of kizami-report.jsonl. No times in it: the file is the same for every run."""
+    row: dict[str, Any] = {
+        "name": step.module,
+        "action": step.action,
+        "reason": step.reason,
+        "role": step.place.role.value,
+        "part": step.place.part,
+        "layer": step.place.layer,
+        "expert": step.place.expert,
+        "mtp": step.place.in_mtp,
+        "shape": list(step.weight.shape),
+        "source_dtype": step.weight.dtype,
+        "dtype": step.outputs[0].dtype if step.action != "quantize" else "INT4",
+        "bytes": step.nbytes,
+        "source_bytes": step.source_nbytes,
+        "shard": shard.file,
+    }
+    if sums is not None:
+        row |= {"scheme": plan.policy.scheme, "method": plan.method.name, **sums.figures()}
+        row |= {"weight_energy": sums.sum_w2, "error_energy": sums.sum_e2}  # so that rows can be pooled exactly
+    return row

@@ -1,0 +1,140 @@
+"""From source bytes to output bytes for one step, in pieces that bound the memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kizami.formats.dialects import ScaledWeight, decode_scales
+from kizami.formats.errors import KizamiError
+from kizami.formats.reader import TensorReader
+from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
+from kizami.quantize.metrics import ErrorSums
+from kizami.quantize.plan import Step
+from kizami.quantize.settings import Method
+
+PIECE_BYTES = (
+    8 << 20
+)  # source bytes per piece of a tensor that needs no look at the whole: 8 MiB keeps a core busy for 5 ms
+SOURCE_VIEWS = {"F8_E4M3": np.uint8, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of whole rows (or, for a copy, of bytes) of one step."""
+
+    step: Step
+    first: int
+    count: int
+    last: bool  # the step's last piece
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes of the source weight that this piece reads."""
+        rows = self.step.weight.shape[0] if self.step.action in ("quantize", "dequantize") else self.step.weight.nbytes
+        return self.step.weight.nbytes * self.count // rows if rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """The bytes to append to each output tensor, and the error sums once the tensor is whole."""
+
+    chunks: tuple[tuple[str, NDArray[np.generic]], ...]
+    sums: ErrorSums | None = None
+
+
+def pieces(step: Step) -> Iterator[Piece]:
+    """quantize is one piece: its largest weights decide on the whole tensor. The rest is cut."""
+    if step.action == "quantize":
+        yield Piece(step, 0, step.weight.shape[0], True)
+        return
+    total, unit = (step.weight.nbytes, 1) if step.action in ("copy", "keep_fp8") else step.weight.shape
+    size = max(1, PIECE_BYTES // unit)
+    starts = range(0, total, size) if total else range(1)
+    for first in starts:
+        yield Piece(step, first, min(size, total - first), first + size >= total)
+
+
+def produce(piece: Piece, reader: TensorReader, method: Method, group_size: int) -> Produced:
+    """Reads the piece, computes it, and gives the bytes in output order. Raises KizamiError naming file and tensor."""
+    step = piece.step
+    if step.action == "quantize":
+        return _quantize(step, reader, method, group_size)
+    if step.action == "dequantize":
+        return _dequantize(piece, reader)
+    raw = reader.read(step.weight, first=piece.first, nbytes=piece.count)
+    chunks: list[tuple[str, NDArray[np.generic]]] = [(step.outputs[0].name, raw)]
+    if step.action == "keep_fp8":
+        _check_codes(step, raw, piece.first)
+        if piece.last:
+            chunks.append((step.outputs[1].name, _kept_scales(step, reader)))
+    return Produced(tuple(chunks))
+
+
+def read_scales(scaled: ScaledWeight, reader: TensorReader) -> NDArray[np.float32]:
+    """The scale grid [ceil(N/b0), ceil(K/b1)] in float32."""
+    return decode_scales(reader.read(scaled.scale), scaled)
+
+
+def read_weight(step: Step, reader: TensorReader, first_row: int = 0, rows: int | None = None) -> NDArray[np.generic]:
+    """Rows of a 2-D source weight in its own dtype (FP8 and BF16 as raw uint8 and uint16)."""
+    n, k = step.weight.shape
+    rows = n - first_row if rows is None else rows
+    row_bytes = step.weight.nbytes // n
+    raw = reader.read(step.weight, first=first_row * row_bytes, nbytes=rows * row_bytes)
+    return raw.view(SOURCE_VIEWS[step.weight.dtype]).reshape(rows, k)
+
+
+def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int) -> Produced:
+    scale = None if step.scaled is None else read_scales(step.scaled, reader)
+    block = None if step.scaled is None else step.scaled.block
+    try:
+        linear = quantize_linear(read_weight(step, reader), scale, block, group_size, method)
+    except NonFiniteError as e:
+        raise non_finite(step, e) from None
+    packed, shape, scales = step.outputs
+    chunks = (
+        (packed.name, linear.packed),
+        (shape.name, np.array(step.weight.shape, dtype=np.int32)),
+        (scales.name, linear.scale),
+    )
+    return Produced(chunks, linear.sums)
+
+
+def _dequantize(piece: Piece, reader: TensorReader) -> Produced:
+    step = piece.step
+    assert step.scaled is not None
+    codes = read_weight(step, reader, piece.first, piece.count).view(np.uint8)
+    try:
+        rows = dequantize_rows(codes, read_scales(step.scaled, reader), step.scaled.block, piece.first)
+    except NonFiniteError as e:
+        raise non_finite(step, e) from None
+    return Produced(((step.outputs[0].name, rows),))
+
+
+def _check_codes(step: Step, codes: NDArray[np.uint8], first: int) -> None:
+    nan = np.flatnonzero((codes & 0x7F) == 0x7F)  # e4m3fn has two NaN codes and no infinity
+    if len(nan):
+        row, col = divmod(first + int(nan[0]), step.weight.shape[1])
+        raise non_finite(step, NonFiniteError(row, col, f"NaN code 0x{codes[nan[0]]:02X}"))
+
+
+def _kept_scales(step: Step, reader: TensorReader) -> NDArray[np.float32]:
+    assert step.scaled is not None
+    scales = read_scales(step.scaled, reader)
+    bad = np.argwhere(~np.isfinite(scales) | (scales < 0))
+    if len(bad):
+        (i, j), (b0, b1) = bad[0], step.scaled.block
+        raise non_finite(step, NonFiniteError(int(i) * b0, int(j) * b1, f"scale {scales[i, j]}"))
+    return scales
+
+
+def non_finite(step: Step, e: NonFiniteError) -> KizamiError:
+    return KizamiError(
+        f"found {e.found} at row {e.row}, column {e.col}; expected finite weights and scales",
+        code="non_finite",
+        file=step.weight.file,
+        tensor=step.weight.name,
+        hint="the source is damaged there: compare its SHA-256 with the publisher's and download it again",
+    )

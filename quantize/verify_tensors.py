@@ -1,0 +1,172 @@
+"""One tensor of the output held against its source, with the oracle's arithmetic and none of the run's."""
+
+from collections.abc import Iterator, Mapping
+from math import isclose, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kizami.formats.dialects import ScaledWeight
+from kizami.formats.int4_layout import WEIGHT_PACKED, WEIGHT_SCALE
+from kizami.formats.reader import TensorReader
+from kizami.formats.tensors import TensorInfo
+from kizami.quantize import reference
+from kizami.quantize.plan import Step
+from kizami.quantize.settings import Method, Policy
+
+BAND_WEIGHTS = 1 << 20  # the oracle works in float64: 8 MB per array and band
+COPY_BYTES = 8 << 20
+ENERGY_TOLERANCE = 1e-9  # sums of up to 1e8 float64 terms in two orders differ by less
+
+Fault = tuple[str, str]  # code, message
+Tensors = Mapping[str, TensorInfo]
+
+
+def scale_faults(raw: NDArray[np.uint8]) -> tuple[str | None, bool]:
+    """(what is wrong with a BF16 scale tensor, whether it has negative scales)."""
+    words = raw.view(np.uint16)
+    exponent = words & 0x7F80
+    negative = bool((words & 0x8000).any())
+    if (exponent == 0x7F80).any():
+        return f"element {int(np.argmax(exponent == 0x7F80))} is not finite", negative
+    if ((words & 0x7FFF) == 0).any():
+        return f"element {int(np.argmax((words & 0x7FFF) == 0))} is zero", negative
+    return None, negative
+
+
+def check_step(
+    step: Step,
+    source: TensorReader,
+    out: TensorReader,
+    tensors: Tensors,
+    policy: Policy,
+    method: Method,
+    row: dict[str, Any],
+) -> list[Fault]:
+    """What is wrong with the outputs of `step`; empty when every bit is as it must be. `tensors` are the output's."""
+    if step.action == "quantize":
+        return list(_check_packed(step, source, out, tensors, policy.group_size, method, row))
+    if step.action == "dequantize":
+        return list(_check_dequantized(step, source, out, tensors))
+    faults = list(_check_copied(step.weight, tensors[step.outputs[0].name], source, out))
+    if step.action == "keep_fp8":
+        assert step.scaled is not None
+        kept = out.read(tensors[step.outputs[1].name]).view("<f4").reshape(step.scaled.grid)
+        if not np.array_equal(kept, _scales(step.scaled, source)):
+            faults.append(("kept_scale", "weight_scale is not the source's scale"))
+    return faults
+
+
+def _check_copied(info: TensorInfo, copy: TensorInfo, source: TensorReader, out: TensorReader) -> Iterator[Fault]:
+    for first in range(0, info.nbytes, COPY_BYTES):
+        count = min(COPY_BYTES, info.nbytes - first)
+        a, b = source.read(info, first=first, nbytes=count), out.read(copy, first=first, nbytes=count)
+        if not np.array_equal(a, b):
+            yield "not_copied", f"byte {first + int(np.argmax(a != b))} differs from the source's"
+            return
+
+
+def _check_dequantized(step: Step, source: TensorReader, out: TensorReader, tensors: Tensors) -> Iterator[Fault]:
+    for first, rows in _bands(step):
+        expected = reference.to_bf16(_source_rows(step, source, first, rows))
+        found = _rows(out, tensors[step.outputs[0].name], first, rows).view("<u2").reshape(expected.shape)
+        if not np.array_equal(found, expected):
+            i, j = (int(x) for x in np.argwhere(found != expected)[0])
+            yield "not_dequantized", f"row {first + i}, column {j} is not bf16(e4m3 * scale)"
+            return
+
+
+def _check_packed(
+    step: Step,
+    source: TensorReader,
+    out: TensorReader,
+    tensors: Tensors,
+    group_size: int,
+    method: Method,
+    row: dict[str, Any],
+) -> Iterator[Fault]:
+    cols = step.weight.shape[1]
+    weight_energy = error_energy = 0.0
+    for first, rows in _bands(step):
+        w = _source_rows(step, source, first, rows)
+        words = _rows(out, tensors[f"{step.module}.{WEIGHT_PACKED}"], first, rows).view("<i4").reshape(rows, cols // 8)
+        scales = _rows(out, tensors[f"{step.module}.{WEIGHT_SCALE}"], first, rows).view("<u2").reshape(rows, -1)
+        codes = reference.unpack(words)
+        fault = check_codes(w, codes, scales, group_size, method)
+        if fault is not None:
+            yield "bad_codes", f"rows {first} to {first + rows - 1}: {fault}"
+            return
+        steps = np.repeat(reference.from_bf16(scales).astype(np.float64), group_size, axis=1)
+        weight_energy += float(np.sum(np.square(w, dtype=np.float64)))
+        error_energy += float(np.sum(np.square(w - codes * steps)))
+    for name, found in (("weight_energy", weight_energy), ("error_energy", error_energy)):
+        if not isclose(row.get(name, -1.0), found, rel_tol=ENERGY_TOLERANCE):
+            yield "report_row", f"{name} is {row.get(name)}; recomputed {found}"
+    expected = sqrt(error_energy / weight_energy) if weight_energy else 0.0
+    if not isclose(row.get("rel_error", -1.0), expected, rel_tol=1e-6, abs_tol=1e-12):
+        yield "report_row", f"rel_error is {row.get('rel_error')}; recomputed {expected}"
+
+
+def check_codes(
+    w: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.uint16], group_size: int, method: Method
+) -> str | None:
+    """What may be asserted of codes [n, K] and BF16 scales [n, K/g] of each method."""
+    if method.name == "minmax":
+        expected_codes, expected_scales = reference.minmax(w, group_size)
+        if not np.array_equal(scales, expected_scales):
+            return "scales are not those of minmax"
+        return None if np.array_equal(codes, expected_codes) else "codes are not those of minmax"
+    if method.name == "signed":
+        _, expected_scales = reference.signed(w, group_size)
+        if not np.array_equal(scales, expected_scales):
+            return "scales are not those of signed"
+    steps = reference.from_bf16(scales)
+    if method.scale_sign == "positive" and (steps < 0).any():
+        return "a scale is negative, but --scale-sign is positive"
+    if not np.array_equal(codes, reference.nearest_codes(w, steps, group_size)):
+        return "a code is not the nearest one under its stored scale"
+    zero = ~w.reshape(len(w), -1, group_size).any(axis=2)
+    if not np.array_equal(scales[zero], np.full(int(zero.sum()), reference.ZERO_GROUP_SCALE, np.uint16)):
+        return "an all-zero group has another scale than 2^-7"
+    if method.clip_allowance is not None:
+        wide = np.repeat(steps.astype(np.float64), group_size, axis=1)
+        if (np.abs(w - codes * wide) > method.clip_allowance * np.abs(wide)).any():
+            return f"a weight is more than {method.clip_allowance:g} steps from its code"
+    return None
+
+
+def _bands(step: Step) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of a 2-D source weight."""
+    n, k = step.weight.shape
+    size = max(1, BAND_WEIGHTS // k)
+    for first in range(0, n, size):
+        yield first, min(size, n - first)
+
+
+def _rows(reader: TensorReader, info: TensorInfo, first: int, rows: int) -> NDArray[np.uint8]:
+    row_bytes = info.nbytes // info.shape[0]
+    raw: NDArray[np.uint8] = reader.read(info, first=first * row_bytes, nbytes=rows * row_bytes)
+    return raw
+
+
+def _source_rows(step: Step, source: TensorReader, first: int, rows: int) -> NDArray[np.float32]:
+    """Rows of the source weight in float32, by the oracle."""
+    raw = _rows(source, step.weight, first, rows)
+    if step.scaled is not None:
+        codes = raw.reshape(rows, -1)
+        return reference.dequantize(codes, _scales(step.scaled, source), step.scaled.block, first_row=first)
+    return _floats(raw, step.weight.dtype).reshape(rows, -1)
+
+
+def _scales(scaled: ScaledWeight, source: TensorReader) -> NDArray[np.float32]:
+    raw = source.read(scaled.scale)
+    if scaled.scale.dtype in ("F8_E8M0", "U8"):  # an exponent with bias 127
+        return np.exp2(raw.astype(np.float64) - 127).astype(np.float32).reshape(scaled.grid)
+    return _floats(raw, scaled.scale.dtype).reshape(scaled.grid)
+
+
+def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+    if dtype == "BF16":
+        return reference.from_bf16(raw.view("<u2"))
+    return raw.view({"F16": "<f2", "F32": "<f4"}[dtype]).astype(np.float32)
