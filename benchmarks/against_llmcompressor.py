@@ -3,9 +3,9 @@
     python benchmarks/synthetic_checkpoint.py /tmp/bench/fp8
     python benchmarks/against_llmcompressor.py /tmp/bench/fp8 /tmp/bench/out --peer-python /path/to/venv/bin/python
 
-Each measurement is a process of its own, imports included; kizami runs as users run it (all metrics, hashes and fsyncs).
-Programs take turns, so that a slow minute of the machine hits all of them. Figures are medians. Before the first turn each
-program converts a tiny checkpoint once, so that numba's disk cache and the page cache of torch are warm.
+Each measurement is a process of its own, imports included; kizami runs as users run it (all metrics, hashes, fsyncs).
+Programs take turns, so that a slow minute of the machine hits all of them. Figures are medians. Before the first turn
+each program converts a tiny checkpoint once, so that numba's disk cache and the page cache of torch are warm.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 from synthetic_checkpoint import write_checkpoint
 
 KIZAMI = "import sys; from kizami.cli.app import main; sys.argv[0] = 'kizami'; main()"
-# Every FP8 linear is named for the dequantiser (else it fails), the experts alone for the scheme: kizami's default policy.
+# Every FP8 linear is named for the dequantiser (else it fails), the experts alone for the scheme: kizami's default.
 PEER = r"""
 import sys
 from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
@@ -74,7 +74,18 @@ def measure(command: list[str], threads: int, log: Path) -> Run:
 
 def commands(peer_python: Path | None, group_size: int, workers: int) -> dict[str, list[str]]:
     """Program name -> command; SRC and OUT stand for the folders."""
-    ours = [sys.executable, "-c", KIZAMI, "convert", "SRC", "OUT", "--group-size", str(group_size), "--workers", str(workers)]
+    ours = [
+        sys.executable,
+        "-c",
+        KIZAMI,
+        "convert",
+        "SRC",
+        "OUT",
+        "--group-size",
+        str(group_size),
+        "--workers",
+        str(workers),
+    ]
     found = {f"kizami {method}": [*ours, "--method", method] for method in ("minmax", "search")}
     if peer_python:
         found["llm-compressor"] = [str(peer_python), "-c", PEER, "SRC", "OUT", str(group_size)]
@@ -146,13 +157,15 @@ def summarise(runs: dict[str, list[Run]], fp8_bytes: int, memcpy: float, work: P
     minmax, search = sqnr_by_tensor(work / "kizami-minmax"), sqnr_by_tensor(work / "kizami-search")
     result["search_gain_db"] = statistics.mean(search[name] - minmax[name] for name in minmax)
     if peer:
-        result["equal_tensors"], result["compared_tensors"] = equal_tensors(work / "kizami-minmax", work / "llm-compressor")
+        result["equal_tensors"], result["compared_tensors"] = equal_tensors(
+            work / "kizami-minmax", work / "llm-compressor"
+        )
     return result
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"{result['fp8_bytes'] / 1e9:.3f} GB of FP8; memcpy {result['memcpy_bytes_per_second'] / 1e9:.1f} GB/s")
-    print(f"{'':16}{'wall s':>9}{'CPU s':>9}{'peak MB':>9}{'GB/s/core':>11}{'of memcpy':>11}{'wall':>8}{'CPU':>8}{'peak':>8}")
+    print(" " * 16 + "   wall s    CPU s  peak MB  GB/s/core  of memcpy   peer's wall     CPU    peak")
     for name, row in result["programs"].items():
         ratios = "".join(f"{row[key]:7.1f}x" for key in ("wall_ratio", "cpu_ratio", "peak_ratio") if key in row)
         print(
@@ -168,7 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="FP8 checkpoint made by synthetic_checkpoint.py")
     parser.add_argument("work", type=Path, help="folder for the outputs (three times the INT4 size)")
-    parser.add_argument("--peer-python", type=Path, help="interpreter of an environment with llmcompressor; without: kizami only")
+    parser.add_argument(
+        "--peer-python", type=Path, help="interpreter of an environment with llmcompressor; without: kizami only"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--peer-runs", type=int, default=1, help="the peer takes about a minute per run (default 1)")
     parser.add_argument("--group-size", type=int, default=32)

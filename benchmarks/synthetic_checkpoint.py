@@ -1,8 +1,10 @@
-"""Write a synthetic FP8 checkpoint, DeepSeek-V3 names and sizes, for timing: `python benchmarks/synthetic_checkpoint.py DIR`.
+"""Write a synthetic FP8 checkpoint with DeepSeek-V3's names and sizes, for timing.
 
-By default 4 shards of about 460 MB, one MoE layer each: 9 routed experts of 2048 x 7168 and the small linears beside them.
-The e4m3 codes are those of Gaussian weights under 128x128 blocks whose largest weight maps to about 448; every block has its
-own F32 scale. Needs NumPy only; the same seed gives the same bytes.
+    python benchmarks/synthetic_checkpoint.py DIR
+
+By default 4 shards of about 460 MB, one MoE layer each: 9 routed experts of 2048 x 7168 and small linears beside them.
+The e4m3 codes are those of Gaussian weights under 128x128 blocks whose largest weight maps to about 448; every block
+has its own F32 scale. Needs NumPy only; the same seed gives the same bytes.
 """
 
 import argparse
@@ -21,7 +23,7 @@ Tensor = tuple[str, tuple[int, ...], np.ndarray]  # dtype word of the header, sh
 
 
 def e4m3_values() -> np.ndarray:
-    """The 127 finite magnitudes of e4m3fn in code order (Micikevicius et al., "FP8 formats for deep learning", table 1)."""
+    """The 127 finite magnitudes of e4m3fn in code order ("FP8 formats for deep learning", arXiv 2209.05433, table 1)."""
     code = np.arange(127)
     exponent, mantissa = code >> 3, code & 7
     return np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
@@ -79,7 +81,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor]) -> int:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, _, data in tensors.values():
-            file.write(memoryview(data).cast("B"))
+            file.write(np.ascontiguousarray(data).data)
     return end
 
 

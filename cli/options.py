@@ -25,6 +25,8 @@ def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
     """A typer option with its environment variable: KIZAMI_ and the long spelling in capitals."""
     long = next(s for s in spellings if s.startswith("--"))
     more.setdefault("show_default", False)
+    if more.pop("flag", False):
+        more["metavar"] = ""  # not "<bool>"
     variable = "KIZAMI_" + long.removeprefix("--").replace("-", "_").upper()
     return typer.Option(*spellings, help=help, rich_help_panel=panel, envvar=variable, **more)
 
@@ -52,11 +54,14 @@ RestOption = Annotated[
     RestName, option("--rest", panel=WHAT, help="The other FP8 linears: bf16 decodes them (default), fp8 keeps them.")
 ]
 MtpOption = Annotated[
-    MtpName, option("--mtp", panel=WHAT, help="The MTP layer's experts: quantize (default), keep them unpacked, or drop.")
+    MtpName,
+    option("--mtp", panel=WHAT, help="The MTP layer's experts: quantize (default), keep them unpacked, or drop."),
 ]
 Ignore = Annotated[
     list[str] | None,
-    option("--ignore", panel=WHAT, metavar="NAME", help="Leave these modules unpacked: a name or re:REGEX. Repeatable."),
+    option(
+        "--ignore", panel=WHAT, metavar="NAME", help="Leave these modules unpacked: a name or re:REGEX. Repeatable."
+    ),
 ]
 Targets = Annotated[
     list[str] | None,
@@ -74,7 +79,7 @@ MethodOption = Annotated[
     MethodChoice, option("--method", panel=HOW, help="How scales are chosen: search (default), minmax, signed.")
 ]
 ScaleSignOption = Annotated[
-    SignName | None, option("--scale-sign", panel=HOW, help="Allow negative scales (signed), or not (positive).")
+    SignName, option("--scale-sign", panel=HOW, help="May search use negative scales: signed (default) or positive.")
 ]
 ClipAllowance = Annotated[
     AllowanceName,
@@ -84,23 +89,33 @@ ClipAllowance = Annotated[
 Workers = Annotated[
     int | None, option("--workers", panel=RUN, metavar="N", min=1, max=4096, help="Threads. Default: all cores.")
 ]
-DryRun = Annotated[bool, option("--dry-run", panel=RUN, help="Show the plan and the free space; write nothing.")]
-Restart = Annotated[bool, option("--restart", panel=RUN, help="Throw away an unfinished OUT.partial and start over.")]
+DryRun = Annotated[
+    bool, option("--dry-run", panel=RUN, flag=True, help="Show the plan and the free space; write nothing.")
+]
+Restart = Annotated[
+    bool, option("--restart", panel=RUN, flag=True, help="Throw away an unfinished OUT.partial and start over.")
+]
 MaxRelError = Annotated[
     float | None,
     option(
-        "--max-rel-error", panel=RUN, metavar="X", min=0.0, help="Exit 1 if a packed tensor's relative error is above X."
+        "--max-rel-error",
+        panel=RUN,
+        metavar="X",
+        min=0.0,
+        help="Exit 1 if a packed tensor's relative error is above X.",
     ),
 ]
 Against = Annotated[
     str | None, option("--against", panel=RUN, metavar="SRC", help="Also compare every tensor with this source.")
 ]
 Sample = Annotated[
-    int | None, option("--sample", panel=RUN, metavar="N", min=1, help="Look into N packed tensors only, evenly spread.")
+    int | None,
+    option("--sample", panel=RUN, metavar="N", min=1, help="Look into N packed tensors only, evenly spread."),
 ]
 
 Tensors = Annotated[
-    str | None, option("--tensors", panel=OUTPUT, metavar="GLOB", help="List the tensors whose names match, e.g. '*.eh_proj.*'.")
+    str | None,
+    option("--tensors", panel=OUTPUT, metavar="GLOB", help="List the tensors whose names match, e.g. '*.eh_proj.*'."),
 ]
 ToFile = Annotated[Path | None, option("-o", "--output", panel=OUTPUT, metavar="FILE", help="Write to FILE.")]
 ReportFormat = Annotated[FormatName, option("--format", panel=OUTPUT, help="text (default), json or markdown.")]
@@ -108,10 +123,12 @@ Top = Annotated[
     int, option("--top", panel=OUTPUT, metavar="N", min=0, help="How many of the worst tensors to list. Default 10.")
 ]
 
-Quiet = Annotated[bool, option("-q", "--quiet", panel=OUTPUT, help="Only the last line, errors and warnings.")]
-Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, help="Every tensor.")]
-Json = Annotated[bool, option("--json", panel=OUTPUT, help="One JSON object on stdout.")]
-Debug = Annotated[bool, option("--debug", panel=OUTPUT, help="Tracebacks.")]
+Quiet = Annotated[
+    bool, option("-q", "--quiet", panel=OUTPUT, flag=True, help="Only the last line, errors and warnings.")
+]
+Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, flag=True, help="Every tensor.")]
+Json = Annotated[bool, option("--json", panel=OUTPUT, flag=True, help="One JSON object on stdout.")]
+Debug = Annotated[bool, option("--debug", panel=OUTPUT, flag=True, help="Tracebacks.")]
 
 
 def policy_from(
@@ -141,10 +158,8 @@ def policy_from(
     )
 
 
-def method_from(method: MethodChoice, scale_sign: SignName | None, clip_allowance: str) -> Method:
-    """Without --scale-sign a method has its own: minmax is compressed-tensors' rule, whose scales are positive."""
-    sign = scale_sign or ("positive" if method == "minmax" else "signed")
-    return Method(method, sign, None if clip_allowance == "none" else float(clip_allowance))
+def method_from(method: MethodChoice, scale_sign: SignName, clip_allowance: str) -> Method:
+    return Method(method, scale_sign, None if clip_allowance == "none" else float(clip_allowance))
 
 
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -155,5 +170,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]I?)?B?\s*", text.upper(), re.ASCII)
     unit = _UNITS.get(match[2] or "") if match else None
     if match is None or unit is None:
-        raise KizamiError(f"--max-shard-size {text!r} is not a size", code="bad_option", hint="write 5GB, 2GiB or 500MB")
+        raise KizamiError(
+            f"--max-shard-size {text!r} is not a size", code="bad_option", hint="write 5GB, 2GiB or 500MB"
+        )
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit

@@ -2,9 +2,10 @@
 
     python examples/perplexity.py FP8_SRC INT4_OUT --text heldout.txt
 
-Needs torch, transformers >= 5.24, compressed-tensors >= 0.20 and accelerate. Runs on a CPU in float32, so it is for models that
-fit in memory there. The INT4 side is opened as any user opens it. The FP8 side is decoded by kizami's reference code into a
-dense copy first, because transformers' own FP8 loader decodes partial blocks wrongly (it takes rows // scale rows as block size).
+Needs torch, transformers >= 5.24, compressed-tensors >= 0.20 and accelerate. Runs on a CPU in float32, so it is for
+models that fit in memory there. The INT4 side is opened as any user opens it. The FP8 side is decoded by kizami's
+reference code into a dense copy first, because transformers' own FP8 loader decodes partial blocks wrongly (it takes
+rows // scale rows as the block size).
 """
 
 import argparse
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from kizami.quantize import reference
 
@@ -43,9 +45,12 @@ def dense_copy(fp8: Path, out: Path) -> Path:
     return out
 
 
-def load(folder: Path) -> torch.nn.Module:
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.float().eval()  # compressed-tensors leaves what it decoded in BF16
+def load(folder: Path, **options: object) -> torch.nn.Module:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+    if info["missing_keys"]:
+        raise SystemExit(f"{folder}: transformers misses {sorted(info['missing_keys'])[:5]}")
+    # What compressed-tensors decoded stays BF16, and transformers forbids `.float()` on a model that was quantized.
+    return torch.nn.Module.float(model).eval()
 
 
 @torch.inference_mode()
@@ -75,6 +80,7 @@ def compare(fp8: torch.nn.Module, int4: torch.nn.Module, windows: torch.Tensor, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    transformers.logging.set_verbosity_error()  # a load report for every MTP tensor; missing keys are checked in `load`
     parser.add_argument("fp8", type=Path, help="the FP8 source of the conversion")
     parser.add_argument("int4", type=Path, help="what kizami convert wrote")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that the model was not trained on")
@@ -88,7 +94,8 @@ def main() -> None:
     windows = torch.tensor(ids[: count * args.window]).view(count, args.window)
     with tempfile.TemporaryDirectory() as scratch:
         fp8 = load(dense_copy(args.fp8, Path(scratch)))
-    result = compare(fp8, load(args.int4), windows)
+    int4 = load(args.int4, quantization_config=CompressedTensorsConfig(dequantize=True))
+    result = compare(fp8, int4, windows)
     print(f"{count} x {args.window} tokens")
     print(f"perplexity      FP8 {result['perplexity_fp8']:.3f}   INT4 {result['perplexity_int4']:.3f}")
     print(f"mean KL         {result['kl']:.5f} nats per token")

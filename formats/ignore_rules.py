@@ -71,10 +71,6 @@ def derive_ignore(
     taken = _Taken(quantized)
     entries = [] if _LM_HEAD in taken.names else [_LM_HEAD]
     left = [module for module in left if module not in entries]
-    mtp_layers = sorted({
-        layer for module in plain if (layer := _Name.of(module).layer) is not None
-        and num_hidden_layers is not None and layer >= num_hidden_layers
-    })  # fmt: skip
     for entry in _PATTERNS:
         match = Pattern(entry).match
         covers = any(match(module) for module in left)
@@ -82,18 +78,24 @@ def derive_ignore(
             entries.append(entry)
             left = [module for module in left if not match(module)]
     if mtp_dense:
-        for entry in _dense_mtp_entries(mtp_layers):
+        for entry in _dense_mtp_entries(plain, quantized, num_hidden_layers):
             match = Pattern(entry).match
-            if not any(match(module) for module in quantized):
-                entries.append(entry)
-                left = [module for module in left if not match(module)]
+            entries.append(entry)
+            left = [module for module in left if not match(module)]
     return entries + _entries_for_rest(left, taken)
 
 
-def _dense_mtp_entries(layers: Iterable[int]) -> Iterator[str]:
-    for layer in layers:
-        yield rf"re:.*\.layers\.{layer}\..*"
-    yield r"re:.*\.decoder\..*"  # SGLang's name for the next-token layer
+def _dense_mtp_entries(plain: Sequence[str], quantized: Sequence[str], num_hidden_layers: int | None) -> list[str]:
+    """All of a next-token layer by both runtime names, unless some of it is quantized (FP8 experts, say)."""
+
+    def mtp_heads(modules: Sequence[str]) -> set[tuple[str, ...]]:
+        return {name.at for name in map(_Name.of, modules) if name.is_mtp(num_hidden_layers)}
+
+    if mtp_heads(quantized) or num_hidden_layers is None:
+        return []
+    layers = sorted(int(number) for word, number in mtp_heads(plain) if word == "layers")
+    # `decoder` is SGLang's name for the next-token layer (models/deepseek_nextn.py).
+    return [*(rf"re:.*\.layers\.{layer}\..*" for layer in layers), r"re:.*\.decoder\..*"]
 
 
 def _entries_for_rest(left: Sequence[str], taken: "_Taken") -> list[str]:
@@ -162,6 +164,11 @@ class _Name:
     @property
     def layer(self) -> int | None:
         return int(self.head[-1]) if self.tail and self.head[-2] == "layers" else None
+
+    def is_mtp(self, num_hidden_layers: int | None) -> bool:
+        if self.layer is None:
+            return bool(self.tail)
+        return num_hidden_layers is not None and self.layer >= num_hidden_layers
 
     @property
     def layer_expression(self) -> str:
@@ -259,4 +266,6 @@ def _ordered(layers: Iterable[int | None]) -> list[int]:
 
 def _alternatives(words: Iterable[str]) -> str:
     listed = [re.escape(word) for word in words]
+    if sorted(listed) == ["down_proj", "gate_proj", "up_proj"]:
+        return "(gate|up|down)_proj"
     return listed[0] if len(listed) == 1 else f"({'|'.join(listed)})"

@@ -54,7 +54,7 @@ def load_index(path: Path) -> Index:
 
     KizamiError: "bad_index" naming the tensor whose entry is wrong; "bad_json", "missing_file", "io_error".
     """
-    file = path.name
+    file = INDEX_NAME  # in a Hub cache the path ends in a hash
     content = read_json_object(path, file, limit=MAX_INDEX_BYTES)
     weight_map = content.get("weight_map")
     if type(weight_map) is not dict or not weight_map:

@@ -11,6 +11,9 @@ from kizami.formats.files import io_error, open_regular
 
 # The deepest real file is a config with a quantization_config inside a text_config: 6 levels.
 MAX_DEPTH = 64
+# Parsed JSON takes up to 100 bytes of memory per bracket, colon or comma, whatever the size of the text. A tensor in a
+# safetensors header has 12 of them; Kimi-K2 in one file would have 139,644 tensors, 1.7 million in all.
+MAX_MARKS = 4_000_000
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -46,14 +49,17 @@ def parse_json_object(data: bytes, file: str, *, what: str) -> dict[str, Any]:
     """The object in `data`; `what` names the thing in errors ("header", "config").
 
     KizamiError "bad_json": not UTF-8, not JSON, not an object, a key twice in one object (parsers disagree on which
-    value counts, so that a checker and a loader could see different files), deeper than MAX_DEPTH, or a string with
-    half a surrogate pair (cannot be written back as UTF-8). The literals NaN and Infinity are read, as
-    Python's json does: published configs have them.
+    value counts, so that a checker and a loader could see different files), deeper than MAX_DEPTH, more than MAX_MARKS
+    brackets, colons and commas, or a string with half a surrogate pair (cannot be written back as UTF-8). The literals
+    NaN and Infinity are read, as Python's json does: published configs have them.
     """
 
     def bad(found: str) -> KizamiError:
         return KizamiError(f"the {what} {found}", code="bad_json", file=file)
 
+    marks = sum(map(data.count, (b"[", b"{", b":", b",")))
+    if marks > MAX_MARKS:
+        raise bad(f"has {marks} brackets, colons and commas, expected at most {MAX_MARKS}")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as e:

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 from kizami.formats.families import Role
+from kizami.formats.model_card import ROW_PARALLEL, TP_SIZES, tensor_parallel_fits
 from kizami.quantize.plan import Plan, Step
-from kizami.quantize.settings import BITS
 
 # Kept whole on every rank by SGLang and vLLM (ReplicatedLinear, plain parameters; models/deepseek_v2.py in both).
 REPLICATED_PARTS = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "eh_proj"})
 REPLICATED_ROLES = frozenset({Role.INDEXER, Role.ROUTER, Role.NORM})
-ROW_PARALLEL_PARTS = frozenset({"down_proj", "w2", "o_proj"})  # their columns K are divided among the ranks
 
 
 def bytes_per_gpu(plan: Plan, tp: int) -> int:
@@ -40,21 +39,24 @@ class SplitGroup:
 
 def split_groups(plan: Plan, tp: int) -> list[SplitGroup]:
     """One finding per projection and shape that does not divide, named by its first module."""
-    found: dict[tuple[str, int, int], SplitGroup] = {}
+    group_size = plan.policy.group_size
+    findings = []
+    for (part, rows, cols), module in _shapes(plan).items():
+        if not tensor_parallel_fits(part, rows, cols, group_size, tp):
+            axis, size = ("K", cols) if part in ROW_PARALLEL else ("N", rows)
+            findings.append(SplitGroup(module, axis, size, tp, group_size))
+    return findings
+
+
+def tensor_parallel_sizes(plan: Plan) -> list[int]:
+    """The usual sizes at which no packed weight has a group cut in two."""
+    return [tp for tp in TP_SIZES if not split_groups(plan, tp)]
+
+
+def _shapes(plan: Plan) -> dict[tuple[str, int, int], str]:
+    """(part, N, K) -> the first module that has them."""
+    shapes: dict[tuple[str, int, int], str] = {}
     for step in plan.packed:
         rows, cols = step.weight.shape
-        g = plan.policy.group_size
-        if step.place.part in ROW_PARALLEL_PARTS:
-            bad = cols % tp or (cols // tp) % g or (cols // tp) % (32 // BITS)
-            finding = SplitGroup(step.module, "K", cols, tp, g)
-        else:
-            bad = rows % tp
-            finding = SplitGroup(step.module, "N", rows, tp, g)
-        if bad:
-            found.setdefault((step.place.part, rows, cols), finding)
-    return list(found.values())
-
-
-def tensor_parallel_sizes(plan: Plan, up_to: int = 64) -> list[int]:
-    """Powers of two, and what else divides: every size up to `up_to` at which no group is cut."""
-    return [tp for tp in range(1, up_to + 1) if not split_groups(plan, tp)]
+        shapes.setdefault((step.place.part, rows, cols), step.module)
+    return shapes

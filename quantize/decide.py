@@ -179,7 +179,7 @@ def warn(steps: list[Step]) -> Iterator[str]:
     yield from _partly_packed_layers(steps)
     for step in steps:
         if step.action == "quantize" and step.place.part in UNLOADABLE_PACKED:
-            yield f"{step.module} is packed; SGLang reads the plain weight of {step.place.part} and cannot load INT4 here"
+            yield f"{step.module} is packed; SGLang reads the plain {step.place.part}.weight and cannot load INT4"
         if step.action == "copy" and len(step.weight.shape) == 3 and step.place.role is Role.ROUTED_EXPERT:
             yield f"{step.module} holds all experts in one 3-D tensor; it is copied, not packed"
 

@@ -10,10 +10,11 @@ from typing import Any
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.index import INDEX_NAME, encode_index
-from kizami.formats.model_card import CardFacts, render_card
+from kizami.formats.model_card import render_card
 from kizami.formats.side_files import copy_side_file, find_side_files
 from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
+from kizami.quantize.card import card_facts
 from kizami.quantize.journal import FOLDER, Journal
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest
 from kizami.quantize.plan import Plan
@@ -57,11 +58,7 @@ def _card(plan: Plan, checkpoint: Checkpoint, rows: list[Row], negative: bool) -
     text = None
     if readme.is_file() and readme.stat().st_size <= MAX_README_BYTES:
         text = readme.read_text(encoding="utf-8", errors="replace")
-    return render_card(text, card_facts(plan, rows, negative))
-
-
-def card_facts(plan: Plan, rows: list[Row], negative: bool) -> CardFacts:
-    raise NotImplementedError
+    return render_card(text, card_facts(plan, checkpoint.root, rows, negative))
 
 
 def _check_no_strangers(partial: Path, ours: set[str]) -> None:

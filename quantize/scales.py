@@ -5,10 +5,21 @@ from typing import Any
 import numpy as np
 
 from kizami.quantize.jit import kernel
-from kizami.quantize.rows import ABS, CHUNK, HIGHEST, LOWEST, ROUND, SMALLEST_SCALE, ZERO_GROUP_SCALE, Array, round_bf16
+from kizami.quantize.rows import (
+    CHUNK,
+    HIGHEST,
+    LOWEST,
+    ROUND,
+    SMALLEST_SCALE,
+    ZERO_GROUP_SCALE,
+    Array,
+    e4m3,
+    round_bf16,
+)
 
-UNITS = 512.0  # 512 * V[b] is an integer for every e4m3 byte
+UNITS = np.float32(512)  # 512 * V[b] is an integer for every e4m3 byte
 SURROGATE = np.float32(2.0**20)  # float sources: integer weights rint(w/m * 2^20), so that sums over a group are exact
+ROUND_BITS = np.int32(0x4B400008)  # of ROUND
 FLOAT_QUANTUM = np.float32(2.0**18)  # of a squared error in steps; 128 * (11 - 8)^2 of them stay below 2^31
 
 
@@ -93,17 +104,79 @@ def sum_table(table: Array, offsets: Array, begin: int, end: int, first: int, er
 
 
 @kernel
-def float_errors(w: Array, begin: int, end: int, inverse: Any, divisors: Array, errors: Array) -> None:
-    """The sums of `sum_table` for true values, relative to step^2: `inverse` is 1/m, rint(w/m * d) the code."""
+def relative_weights(w: Array, begin: int, end: int, m: Any, relative: Array) -> None:
+    for i in range(begin, end):
+        relative[i] = w[i] / m
+
+
+@kernel
+def sum_float(relative: Array, begin: int, end: int, divisors: Array, errors: Array) -> None:
+    """The sums of `sum_table` from true values w/m instead of byte codes."""
     for j in range(divisors.size):
-        d = np.float32(divisors[j]) * inverse
-        total = np.int64(0)
+        d = np.float32(divisors[j])
+        total = 0
         for o in range(begin, end, CHUNK):
             part = np.int32(0)
             for i in range(CHUNK):
-                x = w[o + i] * d
+                x = relative[o + i] * d
                 q = (min(max(x, LOWEST), HIGHEST) + ROUND) - ROUND
                 e = x - q
                 part = np.int32(part + np.int32(e * e * FLOAT_QUANTUM))
             total += part
         errors[j] = total / (divisors[j] * divisors[j])
+
+
+@kernel
+def choose(
+    errors: Array, divisors: Array, positive: Any, negative: Any, reach_plus: float, positive_scale: bool
+) -> float:
+    """The divisor of the first smallest error among the allowed candidates; 6.2's scalar test of the clip allowance."""
+    below = negative > positive
+    opposite, extreme = np.float64(min(positive, negative)), np.float64(max(positive, negative))
+    limit = reach_plus * extreme * (1 + 1e-9)
+    best = np.inf
+    chosen = 0.0
+    for j in range(divisors.size):
+        d = divisors[j]
+        if positive_scale and (d < 0) != below:
+            continue
+        if d < 0 and -d * opposite > limit:
+            continue
+        if errors[j] < best:
+            best = errors[j]
+            chosen = d
+    return chosen
+
+
+@kernel
+def byte_units(codes: Array, begin: int, end: int, units: Array) -> None:
+    for i in range(begin, end):
+        units[i] = np.int32(e4m3(codes[i]) * UNITS)
+
+
+@kernel
+def float_units(relative: Array, begin: int, end: int, units: Array) -> None:
+    for i in range(begin, end):
+        units[i] = np.int32(np.rint(relative[i] * SURROGATE))
+
+
+@kernel
+def refit(w: Array, units: Array, begin: int, end: int, s: Any) -> float:
+    """A/B: least-squares scale, in units, of the codes under scale s; 0 where that is undefined. Exact sums.
+
+    The refitted scale needs no comparison with s (as 6.3 has it): A/B is the vertex of the error's parabola for these
+    codes and the guard takes the allowed BF16 value nearest to it, so it is at least as good as s.
+    """
+    a = 0
+    b = 0
+    for o in range(begin, end, CHUNK):
+        part_a = np.int32(0)
+        part_b = np.int32(0)
+        for i in range(CHUNK):
+            x = min(max(w[o + i] / s, LOWEST), HIGHEST)
+            q = np.int32(np.float32(x + ROUND).view(np.int32) - ROUND_BITS)
+            part_a = np.int32(part_a + np.int32(q * units[o + i]))
+            part_b = np.int32(part_b + np.int32(q * q))
+        a += part_a
+        b += part_b
+    return a / b if b > 0 else 0.0

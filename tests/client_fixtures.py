@@ -1,12 +1,11 @@
-"""Checkpoints for the tests against real clients, all made from the tiny trained GLM. Needs torch; imported by tests only.
+"""Checkpoints for the tests against real clients, all made from the tiny trained GLM. Needs torch.
 
-`kimi_k2` and `kimi_k25` re-label its FP8 tensors the way Moonshot publishes them; `dense_twin` writes the BF16 model that a
-quantized checkpoint stands for, decoded by the oracle (`kizami.quantize.reference`), never by the code under test.
+`kimi_k2` and `kimi_k25` re-label its FP8 tensors the way Moonshot publishes them; `dense_twin` writes the BF16 model
+that a quantized checkpoint stands for, decoded by the oracle (`kizami.quantize.reference`), never by the code under test.
 """
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +20,14 @@ from kizami.quantize import reference
 Tensors = dict[str, torch.Tensor]
 
 # The small MLA model under all three names: config keys that mean the same in glm_moe_dsa and deepseek_v3.
-SHARED_KEYS = (
-    "attention_bias attention_dropout bos_token_id eos_token_id pad_token_id first_k_dense_replace hidden_act hidden_size "
-    "initializer_range intermediate_size kv_lora_rank max_position_embeddings moe_intermediate_size n_group "
-    "n_routed_experts n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers "
-    "num_key_value_heads q_lora_rank qk_nope_head_dim qk_rope_head_dim rms_norm_eps routed_scaling_factor "
-    "tie_word_embeddings topk_group use_cache v_head_dim vocab_size"
-).split()
+SHARED_KEYS = [
+    "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "first_k_dense_replace",
+    "hidden_act", "hidden_size", "initializer_range", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
+    "moe_intermediate_size", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
+    "num_attention_heads", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps", "routed_scaling_factor", "tie_word_embeddings",
+    "topk_group", "use_cache", "v_head_dim", "vocab_size",
+]  # fmt: skip
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,7 +63,15 @@ def write_checkpoint(
 
 def convert(source: Path, out: Path, *options: str) -> Path:
     """`kizami convert` as a user runs it: another process, the same interpreter."""
-    command = [sys.executable, "-c", "from kizami.cli.app import main; main()", "convert", str(source), str(out), *options]
+    command = [
+        sys.executable,
+        "-c",
+        "from kizami.cli.app import main; main()",
+        "convert",
+        str(source),
+        str(out),
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stderr[-4000:]}"
     return out
@@ -90,9 +98,11 @@ def _kimi_text(glm: Path) -> tuple[Tensors, dict[str, Any]]:
 
 
 def kimi_k2(glm: Path, out: Path) -> Path:
-    """Kimi-K2-Instruct's layout. `model_type` is deepseek_v3, as transformers knows no `kimi_k2` without remote code."""
+    """Kimi-K2-Instruct's layout; `model_type` is deepseek_v3, as transformers has no `kimi_k2` without remote code."""
     tensors, config = _kimi_text(glm)
-    return write_checkpoint(out, tensors, {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"} | config)
+    return write_checkpoint(
+        out, tensors, {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"} | config
+    )
 
 
 def kimi_k25(glm: Path, out: Path) -> Path:
@@ -133,3 +143,33 @@ def kimi_k25(glm: Path, out: Path) -> Path:
         "torch_dtype": "bfloat16",
     }  # fmt: skip
     return write_checkpoint(out, {f"language_model.{n}": t for n, t in text.items()} | vision, config)
+
+
+def decoded_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """BF16 value of a block-FP8 weight by the oracle."""
+    values = reference.decode_fp8(weight.view(torch.uint8).numpy(), scale.numpy(), block)
+    return torch.from_numpy(np.asarray(values, np.float32)).to(torch.bfloat16)
+
+
+def decoded_int4(packed: torch.Tensor, scale: torch.Tensor, columns: int) -> torch.Tensor:
+    """BF16 value of a packed weight by the oracle."""
+    codes = reference.unpack(packed.numpy(), columns)
+    values = reference.dequantize(codes, scale.view(torch.uint16).numpy())
+    return torch.from_numpy(np.asarray(values, np.float32)).to(torch.bfloat16)
+
+
+def dense_twin(quantized: Path, out: Path) -> Path:
+    """Write the BF16 model that `quantized` (an output of kizami, or a block-FP8 source) stands for."""
+    tensors, config = load_tensors(quantized), read_config(quantized)
+    config.pop("quantization_config", None)
+    dense: Tensors = {}
+    for name, tensor in tensors.items():
+        module = name.rpartition(".")[0]
+        if name.endswith(".weight_packed"):
+            columns = int(tensors[f"{module}.weight_shape"][1])
+            dense[f"{module}.weight"] = decoded_int4(tensor, tensors[f"{module}.weight_scale"], columns)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            dense[name] = decoded_fp8(tensor, tensors[f"{module}.weight_scale"], (128, 128))
+        elif not name.endswith((".weight_scale", ".weight_shape")):
+            dense[name] = tensor
+    return write_checkpoint(out, dense, config, shards=1)

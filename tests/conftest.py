@@ -17,7 +17,7 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek-V3-style FP8 checkpoint of 2.7 MB: dense, MoE and MTP layer, 3 shards. Tests must not write into it."""
+    """A DeepSeek-V3-style FP8 checkpoint of 2.7 MB: dense, MoE and MTP layer, 3 shards. Read only."""
     return make_cases.tiny().save(tmp_path_factory.mktemp("tiny") / "src")
 
 

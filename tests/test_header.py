@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kizami.formats.errors import KizamiError
 from kizami.formats.header import MAX_DIMS, MAX_HEADER_BYTES, MAX_NAME_BYTES, Header, encode_header, read_header
 from kizami.formats.tensors import DTYPE_BITS, TensorSpec
@@ -107,16 +108,6 @@ def test_a_git_lfs_pointer_is_recognised(path: Path) -> None:
     error = refusal(path)
     assert "Git LFS pointer" in error.message
     assert "git lfs pull" in str(error.hint)
-
-
-def test_a_big_header_of_brackets_is_refused_before_it_is_parsed(path: Path) -> None:
-    text = b'{"a":[' + b"[]," * 2_000_000 + b"[]]}"
-    tracemalloc.start()
-    error = refusal(save(path, text))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert "2000003 opening brackets" in error.message
-    assert peak < 3 * len(text)
 
 
 @pytest.mark.parametrize("text", [b'["a"]', b"\xff\xfe{}", b'{"a":', b'{"a":1,"a":1}', b'{"\xff":1}', b" {}"])
@@ -302,7 +293,7 @@ def test_a_damaged_file_is_either_read_or_refused_and_never_crashes(path: Path) 
     good = encode_header(specs, {"format": "pt"}) + bytes(range(32))
     rng = random.Random(5)
     refused = 0
-    for _ in range(3000):
+    for _ in range(1500):
         path.write_bytes(mutate(good, rng))
         try:
             header = read_header(path, "s")
@@ -310,4 +301,4 @@ def test_a_damaged_file_is_either_read_or_refused_and_never_crashes(path: Path) 
             refused += 1
         else:
             assert (header.tensors[-1].end if header.tensors else header.data_begin) == path.stat().st_size
-    assert 1500 < refused < 3000
+    assert 750 < refused < 1500

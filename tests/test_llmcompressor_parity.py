@@ -1,7 +1,8 @@
-"""`--method minmax` is compressed-tensors' rule bit for bit: direct calls, and a whole checkpoint through llm-compressor.
+"""`--method minmax` is compressed-tensors' rule bit for bit: direct calls, and whole checkpoints through llm-compressor.
 
-The direct tests run with any compressed-tensors; the whole-checkpoint tests need llm-compressor and an environment of its own.
-CPU only: on CUDA compressed-tensors 0.19 and 0.20 take another rounding path (their Triton kernel divides in FP32).
+The direct tests run with any compressed-tensors; those of whole checkpoints need llm-compressor, which wants an
+environment of its own. CPU only: on CUDA compressed-tensors 0.19 and 0.20 round differently (their Triton kernel
+divides in FP32).
 """
 
 from pathlib import Path
@@ -32,13 +33,15 @@ def group_args(group_size: int) -> QuantizationArgs:
 
 
 def fp8_weight(rows: int, cols: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gaussian e4m3 codes and their 128x128 block scales, with all that rounding can trip over: zero groups, negative zeros,
+    """Gaussian e4m3 codes and 128x128 block scales, with all that rounding can trip over: zero groups, negative zeros,
     groups of one magnitude, all 254 finite codes."""
     generator = torch.Generator().manual_seed(seed)
     grid = (-(-rows // 128), -(-cols // 128))
     weight = (torch.randn(rows, cols, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     codes = weight.view(torch.uint8)
-    codes[1] = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8).repeat(1 + cols // 254)[:cols]
+    codes[1] = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8).repeat(1 + cols // 254)[
+        :cols
+    ]
     codes[2] = 0
     codes[3, ::2] = 0x80
     codes[3, 1::2] = 0
@@ -98,7 +101,7 @@ def test_dequantised_rows_equal_the_peers_with_partial_blocks(rows: int, cols: i
 
 
 def fp8_model(hidden: int, intermediate: int) -> tuple[Tensors, dict[str, object]]:
-    """Two DeepSeek-V3 layers, the second with four experts: small, but with every kind of tensor that the peer must pass by."""
+    """Two DeepSeek-V3 layers, the second with four experts, and every kind of tensor that the peer must pass by."""
     shapes = {}
     for layer in (0, 1):
         shapes[f"layers.{layer}.self_attn.q_a_proj"] = (128, hidden)
@@ -131,7 +134,7 @@ def fp8_model(hidden: int, intermediate: int) -> tuple[Tensors, dict[str, object
 
 
 def peer_convert(source: Path, out: Path, group_size: int) -> Path:
-    """The peer as its users must call it: every FP8 linear named for the dequantiser, the experts named for the scheme."""
+    """The peer as it must be called: every FP8 linear named for the dequantiser, the experts named for the scheme."""
     from llmcompressor import model_free_ptq
 
     scheme = QuantizationScheme(targets=[EXPERTS], weights=group_args(group_size), format="pack-quantized")
@@ -148,9 +151,15 @@ def peer_convert(source: Path, out: Path, group_size: int) -> Path:
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("group_size", "hidden", "intermediate"),
-    [(32, 384, 192), (64, 384, 192), (128, 384, 256)],  # 192: a partial block in rows and in columns; 128 divides no 192
+    [
+        (32, 384, 192),
+        (64, 384, 192),
+        (128, 384, 256),
+    ],  # 192: a partial block in rows and in columns; 128 divides no 192
 )
-def test_checkpoint_equals_that_of_llm_compressor(tmp_path: Path, group_size: int, hidden: int, intermediate: int) -> None:
+def test_checkpoint_equals_that_of_llm_compressor(
+    tmp_path: Path, group_size: int, hidden: int, intermediate: int
+) -> None:
     pytest.importorskip("llmcompressor")
     tensors, config = fp8_model(hidden, intermediate)
     source = write_checkpoint(tmp_path / "fp8", tensors, config)
@@ -177,8 +186,8 @@ def test_preset_w4a16_is_group_128(tmp_path: Path) -> None:
         source,
         tmp_path / "theirs",
         scheme="W4A16",
-        ignore=["lm_head", "model.embed_tokens", r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj$",
-                r"re:.*mlp\.gate$"],
+        ignore=["lm_head", "model.embed_tokens", "re:.*self_attn.*", "re:.*shared_experts.*",
+                r"re:.*mlp\.(gate|up|down)_proj$", r"re:.*mlp\.gate$"],
         device="cpu",
         converter=FP8BlockDequantizer(targets=[LINEARS]),
     )  # fmt: skip

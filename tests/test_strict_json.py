@@ -1,10 +1,12 @@
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
+
 from kizami.formats.errors import KizamiError
-from kizami.formats.strict_json import MAX_DEPTH, dump_json, parse_json_object, read_json_object
+from kizami.formats.strict_json import MAX_DEPTH, MAX_MARKS, dump_json, parse_json_object, read_json_object
 
 
 def refusal(data: bytes) -> KizamiError:
@@ -57,6 +59,18 @@ def test_depth_is_bounded() -> None:
     assert f"at most {MAX_DEPTH} levels" in refusal(nested(MAX_DEPTH + 1)).message
     assert "nested too deeply" in refusal(nested(100_000)).message
     assert "nested too deeply" in refusal(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}").message
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"a":[' + b"[]," * 2_000_000 + b"[]]}", b'{"a":[' + b"0," * 4_000_000 + b"0]}", b'{"":0,' * 1_400_000]
+)
+def test_text_that_would_fill_the_memory_is_refused_before_it_is_parsed(data: bytes) -> None:
+    tracemalloc.start()
+    error = refusal(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert f"brackets, colons and commas, expected at most {MAX_MARKS}" in error.message
+    assert peak < 1 << 20
 
 
 def test_half_a_surrogate_pair_is_refused_and_a_whole_one_is_not() -> None:

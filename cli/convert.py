@@ -1,0 +1,238 @@
+"""`kizami convert`: the main job."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kizami.cli import options as o
+from kizami.cli.command import Command
+from kizami.cli.output import Ui, duration, exact, figure, gib
+from kizami.formats.errors import KizamiError
+
+if TYPE_CHECKING:
+    from kizami.formats.checkpoint import Checkpoint
+    from kizami.quantize.plan import Plan
+
+SIDE_FILES_SHOWN = 12
+OVER_SHOWN = 20
+
+NewFolder = Annotated[
+    Path, typer.Argument(metavar="OUT", show_default=False, help="The folder to write; it must not exist yet.")
+]
+
+
+def convert(
+    src: o.Source,
+    out: NewFolder,
+    group_size: o.GroupSize = None,
+    scheme: o.Scheme = None,
+    rest: o.RestOption = "bf16",
+    mtp: o.MtpOption = "quantize",
+    ignore: o.Ignore = None,
+    targets: o.Targets = None,
+    max_shard_size: o.MaxShardSize = "5GB",
+    tp: o.TensorParallel = None,
+    method: o.MethodOption = "search",
+    scale_sign: o.ScaleSignOption = "signed",
+    clip_allowance: o.ClipAllowance = "none",
+    workers: o.Workers = None,
+    dry_run: o.DryRun = False,
+    restart: o.Restart = False,
+    max_rel_error: o.MaxRelError = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+    json: o.Json = False,
+    debug: o.Debug = False,
+) -> None:
+    """Convert a checkpoint: routed experts to INT4, everything else to BF16.
+
+    The work goes to OUT.partial; OUT appears when it is complete. The same command again resumes an interrupted run.
+    The source is never written to.
+    """
+    from kizami.cli.source import open_source
+    from kizami.quantize.planner import build_plan
+
+    ui = Ui(quiet=quiet, verbose=verbose, json=json)
+    policy = o.policy_from(group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
+    checkpoint = open_source(src)
+    plan = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
+    if tp is not None:
+        refuse_uneven_split(plan, tp)
+    if dry_run:
+        _show_dry_run(ui, plan, out, tp)
+        return
+    body = run_convert(ui, plan, checkpoint, out, workers=workers, restart=restart)
+    over = exceeding(out, max_rel_error)
+    if json:
+        ui.emit("convert", body | {"max_rel_error": max_rel_error, "exceeding": over})
+    else:
+        show_convert(ui, body)
+    fail_over_threshold(ui, over, max_rel_error)
+
+
+def refuse_uneven_split(plan: "Plan", tp: int) -> None:
+    from kizami.quantize.capacity import split_groups, tensor_parallel_sizes
+
+    findings = split_groups(plan, tp)
+    if findings:
+        works = ", ".join(map(str, tensor_parallel_sizes(plan))) or "none"
+        raise KizamiError(
+            "; ".join(map(str, findings)),
+            code="tp_does_not_divide",
+            hint=f"sizes that work: {works}; a smaller --group-size allows more",
+        )
+
+
+def _show_dry_run(ui: Ui, plan: "Plan", out: Path, tp: int | None) -> None:
+    from kizami.cli.plan import plan_body, show_plan, size_line
+
+    body = plan_body(plan, tp)
+    free = free_bytes(out)
+    fits = free >= plan.output.file_bytes
+    if ui.json:
+        ui.emit("convert", body | {"dry_run": True, "out": str(out), "free_bytes": free, "fits": fits})
+        return
+    show_plan(ui, plan, tp, body, last=False)
+    ui.say(f"free    {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
+    ui.result(f"{size_line(plan)} (dry run: nothing was written)")
+    ui.warn(plan.warnings)
+
+
+def free_bytes(out: Path) -> int:
+    """Free space where `out` will be: its nearest folder that exists."""
+    folder = out.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def run_convert(
+    ui: Ui, plan: "Plan", checkpoint: "Checkpoint", out: Path, *, workers: int | None = None, restart: bool = False
+) -> dict[str, Any]:
+    """Runs the plan with progress on stderr and gives the object of --json."""
+    import time
+
+    from kizami.cli.watch import Watch
+    from kizami.formats.side_files import find_side_files
+    from kizami.quantize.pipeline import run
+
+    started = time.monotonic()
+    side_files = find_side_files(checkpoint)
+    watch = Watch(ui, plan)
+    try:
+        with watch:
+            run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
+    except KeyboardInterrupt as stop:
+        state = f"{watch.done} of {watch.of} shards are done"
+        raise type(stop)(f"interrupted: run the same command again to resume; {state}") from None
+    return convert_body(plan, out, time.monotonic() - started) | {
+        "side_files": {
+            "copied": list(side_files.copied),
+            "left": [{"name": name, "reason": reason} for name, reason in side_files.left],
+        }
+    }
+
+
+def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
+    from kizami.quantize.manifest import read_manifest
+    from kizami.quantize.report import measured, pooled_error, read_report, role_summaries, worst_tensors
+
+    manifest, rows = read_manifest(out), read_report(out)
+    worst = worst_tensors(rows, 1)
+    return {
+        "out": str(out),
+        "scheme": manifest["scheme"],
+        "method": manifest["method"],
+        "plan_hash": manifest["plan_hash"],
+        "source": {"bytes": plan.source_bytes, "tensors": plan.source["tensors"]},
+        "output": {**manifest["output"], "shards": len(manifest["shards"])},
+        "packed_modules": len(plan.packed),
+        "actions": plan.counts,
+        "has_negative_scales": manifest["has_negative_scales"],
+        "rel_error": pooled_error(measured(rows)),
+        "worst": {"name": worst[0]["name"], "rel_error": worst[0]["rel_error"]} if worst else None,
+        "roles": [asdict(line) for line in role_summaries(rows)],
+        "seconds": seconds,
+        "warnings": list(plan.warnings),
+    }
+
+
+def show_convert(ui: Ui, body: dict[str, Any]) -> None:
+    source, output = body["source"], body["output"]
+    ui.heading(f"{body['out']}: {body['packed_modules']:,} modules packed, {body['scheme']}, --method {body['method']}")
+    show_roles(ui, body["roles"])
+    side = body["side_files"]
+    ui.say()
+    ui.say(f"copied beside the weights: {_some(side['copied'])}")
+    for entry in side["left"]:
+        ui.say(f"left out: {entry['name']} ({entry['reason']})")
+    if body["worst"]:
+        ui.say(f"worst tensor: {body['worst']['name']}, relative error {body['worst']['rel_error']:.4f}")
+    if body["has_negative_scales"]:
+        ui.say("some scales are negative (--scale-sign positive avoids them, at a cost in accuracy)")
+    ui.say(f"source {exact(source['bytes'])}")
+    ui.say(f"output {exact(output['bytes'])} in {output['shards']} files, {duration(body['seconds'])}")
+    ui.warn(body["warnings"])
+    error = "" if body["rel_error"] is None else f", relative error {body['rel_error']:.4f}"
+    ratio = output["bytes"] / max(1, source["bytes"])
+    ui.result(
+        f"{gib(output['bytes'])}, {ratio:.3f} of the source, {output['bits_per_weight']:.2f} bits per weight{error}"
+    )
+
+
+def show_roles(ui: Ui, roles: list[dict[str, Any]]) -> None:
+    ui.table(
+        ("role", "action", ">tensors", ">bytes", ">rel error", ">max", ">SQNR dB"),
+        [
+            (
+                line["role"],
+                line["action"],
+                f"{line['tensors']:,}",
+                gib(line["bytes"]),
+                figure(line["rel_error"]),
+                figure(line["max_rel_error"]),
+                figure(line["sqnr_db"], 2),
+            )
+            for line in roles
+        ],
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:SIDE_FILES_SHOWN]) or "nothing"
+    return shown if len(names) <= SIDE_FILES_SHOWN else f"{shown} and {len(names) - SIDE_FILES_SHOWN} more"
+
+
+def exceeding(out: Path, max_rel_error: float | None) -> list[dict[str, Any]]:
+    """Packed tensors above the threshold, the worst first."""
+    from kizami.quantize.report import over_threshold, read_report
+
+    if max_rel_error is None:
+        return []
+    rows = over_threshold(read_report(out), max_rel_error)
+    return [{"name": row["name"], "rel_error": row["rel_error"]} for row in rows]
+
+
+def fail_over_threshold(ui: Ui, over: list[dict[str, Any]], max_rel_error: float | None) -> None:
+    """Exit code 1, naming the tensors."""
+    if not over:
+        return
+    for row in over if ui.verbose else over[:OVER_SHOWN]:
+        ui.fail(f"{row['name']}: relative error {row['rel_error']:.4f} is above {max_rel_error:g}")
+    if len(over) > OVER_SHOWN and not ui.verbose:
+        ui.fail(f"and {len(over) - OVER_SHOWN} more tensors (-v names them all)")
+    raise typer.Exit(1)
+
+
+COMMAND = Command(
+    "convert",
+    convert,
+    (
+        "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/",
+        "kizami convert zai-org/GLM-5.2-FP8 out/ --group-size 128 --rest fp8 --tp 8",
+        "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
+    ),
+)

@@ -1,0 +1,228 @@
+"""`kizami plan`: what a conversion would do and write, to the byte, from headers alone."""
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kizami.cli import options as o
+from kizami.cli.command import Command
+from kizami.cli.output import Ui, duration, exact, gib
+from kizami.formats.errors import KizamiError
+
+if TYPE_CHECKING:
+    from kizami.quantize.capacity import SplitGroup
+    from kizami.quantize.plan import Plan, Step
+
+TP_SHOWN = (1, 2, 4, 8, 16)
+
+
+def plan(
+    src: o.Source,
+    group_size: o.GroupSize = None,
+    scheme: o.Scheme = None,
+    rest: o.RestOption = "bf16",
+    mtp: o.MtpOption = "quantize",
+    ignore: o.Ignore = None,
+    targets: o.Targets = None,
+    max_shard_size: o.MaxShardSize = "5GB",
+    tp: o.TensorParallel = None,
+    output: o.ToFile = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+    json: o.Json = False,
+    debug: o.Debug = False,
+) -> None:
+    """Show what a conversion would do, without doing it.
+
+    One action and one reason per tensor, exact bytes, bytes per GPU. Reads headers only. Exit code 1 if a packed
+    weight cannot be split at --tp. -o writes the whole plan as JSON.
+    """
+    from kizami.cli.source import open_source
+    from kizami.quantize.capacity import split_groups
+    from kizami.quantize.planner import build_plan
+    from kizami.quantize.settings import Method
+
+    ui = Ui(quiet=quiet, verbose=verbose, json=json)
+    policy = o.policy_from(group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
+    made = build_plan(open_source(src), policy, Method())
+    body = plan_body(made, tp)
+    if output is not None:
+        write_plan(output, made, body)
+    if json:
+        ui.emit("plan", body)
+    else:
+        show_plan(ui, made, tp, body)
+        ui.warn(made.warnings)
+    if tp is not None and (findings := split_groups(made, tp)):
+        for finding in findings:
+            ui.fail(str(finding))
+        raise typer.Exit(1)
+
+
+def write_plan(path: Path, plan: "Plan", body: dict[str, Any]) -> None:
+    from kizami.formats.strict_json import dump_json
+    from kizami.formats.writer import write_file_durably
+
+    entries = [_entry(step) for step in plan.steps]
+    document = {"schema": "kizami.plan/1", **body, "quantization_config": plan.quantization_config, "tensors": entries}
+    if not path.parent.is_dir():
+        raise KizamiError("its folder does not exist", code="io_error", file=str(path))
+    write_file_durably(path, dump_json(document))
+
+
+def _entry(step: "Step") -> dict[str, Any]:
+    return {
+        "name": step.weight.name,
+        "action": step.action,
+        "reason": step.reason,
+        "role": step.place.role.value,
+        "layer": step.place.layer,
+        "expert": step.place.expert,
+        "mtp": step.place.in_mtp,
+        "source": {
+            "dtype": step.weight.dtype,
+            "shape": list(step.weight.shape),
+            "file": step.weight.file,
+            "bytes": step.source_nbytes,
+            "scale": step.scaled.scale.name if step.scaled else None,
+        },
+        "outputs": [
+            {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
+            for spec in step.outputs
+        ],
+    }
+
+
+def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
+    """The summary under --json: bytes as integers, every figure of the text."""
+    from kizami.quantize.capacity import bytes_per_gpu, tensor_parallel_sizes
+    from kizami.quantize.estimate import estimate
+    from kizami.quantize.executor import available_cores
+
+    cores = available_cores()
+    guess = estimate(plan, plan.method.name, cores)
+    return {
+        "family": plan.family,
+        "dialect": plan.dialect,
+        "scheme": plan.policy.scheme,
+        "plan_hash": plan.hash,
+        "actions": plan.counts,
+        "reasons": [
+            {"action": action, "role": role, "reason": reason, "tensors": count, "bytes": nbytes}
+            for action, role, reason, count, nbytes in reasons(plan)
+        ],
+        "source": {"bytes": plan.source_bytes, "tensors": plan.source["tensors"], "files": len(plan.source["files"])},
+        "output": {
+            "bytes": plan.output.bytes,
+            "file_bytes": plan.output.file_bytes,
+            "tensors": plan.output.tensors,
+            "shards": plan.output.shards,
+        },
+        "bits_per_weight": plan.bits_per_weight,
+        "tensor_parallel": {
+            "requested": tp,
+            "works": tensor_parallel_sizes(plan),
+            "bytes_per_gpu": {str(n): bytes_per_gpu(plan, n) for n in _sizes(tp)},
+            "findings": [_finding(finding) for n in _sizes(tp) for finding in _findings(plan, n)],
+        },
+        "estimate": {
+            "workers": cores,
+            "method": plan.method.name,
+            "seconds": guess.seconds,
+            "memory_bytes": guess.memory_bytes,
+        },
+        "warnings": list(plan.warnings),
+    }
+
+
+def _sizes(tp: int | None) -> tuple[int, ...]:
+    return TP_SHOWN if tp is None else (tp,)
+
+
+def _findings(plan: "Plan", tp: int) -> list["SplitGroup"]:
+    from kizami.quantize.capacity import split_groups
+
+    return split_groups(plan, tp)
+
+
+def _finding(finding: "SplitGroup") -> dict[str, Any]:
+    keys = ("module", "axis", "size", "tp", "group_size")
+    return {key: getattr(finding, key) for key in keys} | {"message": str(finding)}
+
+
+def reasons(plan: "Plan") -> list[tuple[str, str, str, int, int]]:
+    """(action, role, reason, source tensors, output bytes), the largest first."""
+    count: Counter[tuple[str, str, str]] = Counter()
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    for step in plan.steps:
+        key = (step.action, step.place.role.value, step.reason)
+        count[key] += 1
+        nbytes[key] += step.nbytes
+    return sorted(((*key, count[key], nbytes[key]) for key in count), key=lambda row: (-row[4], row[:3]))
+
+
+def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, last: bool = True) -> None:
+    """The plan for a reader; `last`: with the last line, the size."""
+    source, output = body["source"], body["output"]
+    ui.pairs([
+        ("model", plan.family or "(no model_type)"),
+        ("source", f"{plan.dialect}, {source['tensors']:,} tensors in {source['files']} files"),
+        ("scheme", f"{plan.policy.scheme}, the rest {plan.policy.rest}, MTP {plan.policy.mtp}"),
+        ("actions", ", ".join(f"{action} {count:,}" for action, count in plan.counts.items())),
+    ])  # fmt: skip
+    ui.say()
+    ui.table(
+        ("action", "role", "reason", ">tensors", ">bytes"),
+        [(action, role, reason, f"{n:,}", gib(nbytes)) for action, role, reason, n, nbytes in reasons(plan)],
+    )
+    if ui.verbose:
+        ui.heading("every tensor")
+        ui.table(
+            ("action", "tensor", "reason", ">bytes"),
+            [(s.action, s.weight.name, s.reason, f"{s.nbytes:,}") for s in plan.steps],
+        )
+    ui.heading("tensor parallelism (weights only)")
+    _show_tp(ui, plan, tp, body["tensor_parallel"])
+    guess = body["estimate"]
+    ui.say()
+    ui.pairs([
+        ("estimate", f"{duration(guess['seconds'])} and {gib(guess['memory_bytes'])} of memory with --method "
+         f"{guess['method']} on {guess['workers']} cores (rough)"),
+        ("source", exact(source["bytes"])),
+        ("output", f"{exact(output['bytes'])} in {output['shards']} files"),
+    ])  # fmt: skip
+    if last:
+        ui.result(size_line(plan))
+
+
+def size_line(plan: "Plan") -> str:
+    """The number people compare."""
+    ratio = plan.source_bytes / max(1, plan.output.bytes)
+    change = f"{ratio:.2f}x smaller" if ratio >= 1 else f"{1 / ratio:.2f}x larger"
+    sizes = f"{gib(plan.source_bytes)} -> {gib(plan.output.bytes)}"
+    return f"{sizes}, {change}, {plan.bits_per_weight:.2f} bits per weight"
+
+
+def _show_tp(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any]) -> None:
+    findings = {n: _findings(plan, n) for n in _sizes(tp)}
+    ui.table(
+        (">GPUs", ">bytes per GPU", "packed weights can be split"),
+        [
+            (str(n), gib(body["bytes_per_gpu"][str(n)]), "yes" if not found else f"no: {found[0]}")
+            for n, found in findings.items()
+        ],
+    )
+    ui.say(f"sizes that work: {', '.join(map(str, body['works'])) or 'none'}")
+
+
+COMMAND = Command(
+    "plan",
+    plan,
+    (
+        "kizami plan GLM-5.2-FP8/",
+        "kizami plan zai-org/GLM-5.2-FP8 --group-size 128 --tp 8",
+        r"kizami plan GLM-5.2-FP8/ --ignore 're:.*\.layers\.3\..*' -o plan.json",
+    ),
+)

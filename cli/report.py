@@ -1,0 +1,220 @@
+"""`kizami report`: what the conversion cost in accuracy, per role, layer and tensor."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kizami.cli import options as o
+from kizami.cli.command import Command
+from kizami.cli.convert import fail_over_threshold, show_roles
+from kizami.cli.output import Ui, figure, gib, plain_table
+from kizami.formats.errors import KizamiError, printable
+
+
+def report(
+    out: o.Out,
+    format: o.ReportFormat = "text",
+    output: o.ToFile = None,
+    top: o.Top = 10,
+    max_rel_error: o.MaxRelError = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+    json: o.Json = False,
+    debug: o.Debug = False,
+) -> None:
+    """Show the error of each role, each layer and the worst tensors.
+
+    The figures were measured while converting and lie in OUT/kizami-report.jsonl, one line per tensor.
+    """
+    as_json = json or format == "json"
+    ui = Ui(quiet=quiet, verbose=verbose, json=as_json)
+    body = report_body(out, top if not verbose else None, max_rel_error)
+    if output is not None:
+        _write(output, body, "json" if as_json else format)
+        ui.note(f"written to {output}")
+    elif as_json:
+        ui.emit("report", body)
+    elif format == "markdown":
+        for line in markdown(body):
+            ui.say(line)
+    else:
+        show_report(ui, body)
+    fail_over_threshold(ui, body["exceeding"], max_rel_error)
+
+
+def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict[str, Any]:
+    from kizami.cli.convert import exceeding
+    from kizami.quantize.manifest import read_manifest
+    from kizami.quantize.report import (
+        layer_summaries,
+        measured,
+        pooled_error,
+        read_report,
+        role_summaries,
+        worst_tensors,
+    )
+
+    manifest, rows = read_manifest(out), read_report(out)
+    packed = measured(rows)
+    return {
+        "out": str(out),
+        "family": manifest["family"],
+        "dialect": manifest["dialect"],
+        "scheme": manifest["scheme"],
+        "method": manifest["method"],
+        "output": manifest["output"],
+        "packed_modules": len(packed),
+        "rel_error": pooled_error(packed),
+        "roles": [asdict(line) for line in role_summaries(rows)],
+        "layers": [asdict(line) for line in layer_summaries(rows)],
+        "worst": worst_tensors(rows, len(packed) if top is None else top),
+        "max_rel_error": max_rel_error,
+        "exceeding": exceeding(out, max_rel_error),
+        "warnings": manifest["warnings"],
+    }
+
+
+def _title(body: dict[str, Any]) -> str:
+    output = body["output"]
+    size = f"{gib(output['bytes'])}, {output['bits_per_weight']:.2f} bits per weight"
+    return f"{body['family'] or 'model'}, {body['scheme']}, --method {body['method']}: {size}"
+
+
+def _last(body: dict[str, Any]) -> str:
+    from math import log10
+
+    error = body["rel_error"]
+    sqnr = f" (SQNR {-20 * log10(error):.2f} dB)" if error else ""
+    return f"relative error {figure(error)}{sqnr} over {body['packed_modules']:,} packed modules"
+
+
+LAYER_COLUMNS = (">layer", ">packed", ">rel error", ">max", "worst tensor")
+WORST_COLUMNS = (">rel error", ">SQNR dB", ">top 0.1% dB", ">max abs", ">clipped", "tensor")
+
+
+def _layer_rows(body: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            "-" if line["layer"] is None else str(line["layer"]),
+            f"{line['tensors']:,}",
+            figure(line["rel_error"]),
+            figure(line["max_rel_error"]),
+            line["worst"],
+        )
+        for line in body["layers"]
+    ]
+
+
+def _worst_rows(body: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            figure(row["rel_error"]),
+            figure(row.get("sqnr_db"), 2),
+            figure(row.get("sqnr_top_db"), 2),
+            figure(row.get("max_abs_error"), 5),
+            "" if row.get("clipped_fraction") is None else f"{100 * row['clipped_fraction']:.2f} %",
+            row["name"],
+        )
+        for row in body["worst"]
+    ]
+
+
+def show_report(ui: Ui, body: dict[str, Any]) -> None:
+    ui.say(_title(body), "bold")
+    ui.say()
+    show_roles(ui, body["roles"])
+    ui.heading("packed modules by layer")
+    ui.table(LAYER_COLUMNS, _layer_rows(body))
+    if body["worst"]:
+        ui.heading(f"worst {len(body['worst'])} tensors")
+        ui.table(WORST_COLUMNS, _worst_rows(body))
+    ui.warn(body["warnings"])
+    ui.say()
+    ui.result(_last(body))
+
+
+def markdown(body: dict[str, Any]) -> list[str]:
+    """For a pull request or a model card."""
+    roles = [
+        (
+            line["role"],
+            line["action"],
+            f"{line['tensors']:,}",
+            gib(line["bytes"]),
+            figure(line["rel_error"]),
+            figure(line["max_rel_error"]),
+            figure(line["sqnr_db"], 2),
+        )
+        for line in body["roles"]
+    ]
+    lines = ["# Error report", "", _cell(_title(body)), ""]
+    lines += _md_table(("role", "action", ">tensors", ">bytes", ">rel error", ">max", ">SQNR dB"), roles)
+    lines += ["", "## Packed modules by layer", "", *_md_table(LAYER_COLUMNS, _layer_rows(body))]
+    if body["worst"]:
+        lines += ["", "## Worst tensors", "", *_md_table(WORST_COLUMNS, _worst_rows(body))]
+    return [*lines, "", _last(body)]
+
+
+def _md_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    heads = [name.removeprefix(">") for name in columns]
+    rules = ["---:" if name.startswith(">") else "---" for name in columns]
+    return ["| " + " | ".join(map(_cell, row)) + " |" for row in (heads, rules, *rows)]
+
+
+def _cell(text: str) -> str:
+    """A tensor name cannot end a cell or start markup: it comes from an untrusted file."""
+    safe = printable(text, 2000)
+    return "".join("\\" + c if c in "\\`|<>[]*" else c for c in safe)
+
+
+def _write(path: Path, body: dict[str, Any], format: str) -> None:
+    from kizami.formats.strict_json import dump_json
+    from kizami.formats.writer import write_file_durably
+
+    if not path.absolute().parent.is_dir():
+        raise KizamiError("its folder does not exist", code="io_error", file=str(path))
+    if format == "json":
+        write_file_durably(path, dump_json({"schema": "kizami.report/1", **body}))
+        return
+    lines = markdown(body) if format == "markdown" else text(body)
+    write_file_durably(path, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
+
+
+def text(body: dict[str, Any]) -> list[str]:
+    """The text form as lines, for a file."""
+    collected = _Lines()
+    show_report(collected, body)
+    return collected.lines
+
+
+class _Lines(Ui):
+    """A Ui that keeps its lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def say(self, text: str = "", style: str = "") -> None:
+        self.lines.append(printable(text, 2000))
+
+    def result(self, text: str) -> None:
+        self.say(text)
+
+    def table(self, columns: Any, rows: Any) -> None:
+        cells = [[printable(cell, 2000) for cell in row] for row in rows]
+        self.lines += plain_table(columns, cells) if cells else []
+
+    def warn(self, texts: Any) -> None:
+        self.lines += [f"warning: {printable(text, 2000)}" for text in texts]
+
+
+COMMAND = Command(
+    "report",
+    report,
+    (
+        "kizami report GLM-5.2-INT4/",
+        "kizami report GLM-5.2-INT4/ --format markdown -o errors.md",
+        "kizami report out/ --top 50 --max-rel-error 0.12",
+    ),
+)

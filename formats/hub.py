@@ -1,0 +1,37 @@
+"""Hub ids: a checkpoint that `hf download` has put into the local cache. Nothing here reaches the network."""
+
+import os
+import re
+from pathlib import Path
+
+from kizami.formats.errors import KizamiError
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+def locate(source: str) -> Path:
+    """The folder (or file) that `source` means: a path that exists, else `org/name[@revision]` in the Hub cache.
+
+    Raises KizamiError "not_in_cache" for a Hub id that is not there; what is neither comes back as a path.
+    """
+    if os.path.lexists(source):
+        return Path(source)
+    match = _HUB_ID.fullmatch(source)
+    return Path(source) if match is None else cached_snapshot(match["repo"], match["revision"])
+
+
+def cached_snapshot(repo: str, revision: str | None) -> Path:
+    """The snapshot folder of a downloaded repository (`HF_HOME` and `HF_HUB_CACHE` as huggingface_hub has them)."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        at = f" --revision {revision}" if revision else ""
+        raise KizamiError(
+            "no folder of this name, and no such repository in the local Hub cache",
+            code="not_in_cache",
+            file=f"{repo}@{revision}" if revision else repo,
+            hint=f"hf download {repo}{at}",
+        ) from None

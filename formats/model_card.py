@@ -1,0 +1,264 @@
+"""The README.md of an output: what was done, how well, and how to serve it.
+
+Everything taken from the source's README or from names is untrusted text: front matter is copied line by line under
+allowed keys and only in forms that cannot change the meaning of the lines around them, and text in the body is
+escaped. The card holds no date and no machine data, so the same conversion gives the same bytes.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kizami.formats.errors import printable
+
+MAX_README_CHARS = 1 << 20
+"""A longer source README is ignored."""
+
+TP_SIZES = (1, 2, 4, 8, 16, 32)
+ROW_PARALLEL = frozenset({"down_proj", "w2", "o_proj"})  # split along K by tensor parallelism; all others along N
+
+_KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_MAX_FRONT_MATTER_LINES = 400
+_MAX_TAGS = 40
+_OWN_TAGS = ("int4", "compressed-tensors", "kizami")
+_DROPPED_TAGS = frozenset({"fp8", "8-bit", "4-bit", "bf16"})  # they describe the source's weights
+# A plain YAML scalar that is nothing but a scalar: no quote, anchor, alias, tag, block or flow indicator.
+_SCALAR = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._/+~@()=%-]*(?::(?=[A-Za-z0-9/])[A-Za-z0-9 ._/+~@()=%?&-]*)*", re.ASCII)
+_FLOW_LIST = re.compile(r"\[ *([^\[\]]*?) *\]")
+_QUOTED = re.compile(r'"[A-Za-z0-9 ._/+~@()=%:-]*"|\'[A-Za-z0-9 ._/+~@()=%:-]*\'', re.ASCII)
+# Starts with a letter and is no YAML boolean or null: stays a string without quotes.
+_TAG = re.compile(r"(?!(?:true|false|yes|no|on|off|null|y|n)$)[A-Za-z].*", re.IGNORECASE)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """Errors of one role's packed modules against the source: relative Frobenius error (mean, largest), SQNR in dB."""
+
+    role: str
+    modules: int
+    mean_rel_error: float
+    max_rel_error: float
+    sqnr_db: float
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """What the card says. Sizes in bytes; `base_model` a Hub id, None if the source was a folder.
+
+    tp_sizes: see `tensor_parallel_sizes`. source_hashes: (file, SHA-256 of its bytes or header, as `hashed` says).
+    """
+
+    title: str
+    kizami_version: str
+    command: str
+    base_model: str | None
+    scheme: str
+    method: str
+    group_size: int
+    rest: str
+    source_bytes: int
+    output_bytes: int
+    bits_per_weight: float
+    packed_modules: int
+    errors: tuple[ErrorRow, ...]
+    has_negative_scales: bool
+    tp_sizes: tuple[int, ...]
+    kv_scales: str
+    source_hashes: tuple[tuple[str, str], ...] = ()
+    hashed: str = "SHA-256"
+    notes: tuple[str, ...] = ()
+
+
+def tensor_parallel_fits(part: str, rows: int, cols: int, group_size: int, tp: int) -> bool:
+    """Whether one packed linear [rows, cols] can be cut into `tp` equal parts without splitting a group or a word.
+
+    down_proj and o_proj are split along their columns, which groups and 8-value words run along; the others by rows.
+    """
+    if part in ROW_PARALLEL:
+        return cols % tp == 0 and cols // tp % group_size == 0 and cols // tp % 8 == 0
+    return rows % tp == 0
+
+
+def tensor_parallel_sizes(shapes: Mapping[str, Iterable[tuple[int, int]]], group_size: int) -> tuple[int, ...]:
+    """Those of TP_SIZES that fit every packed linear; `shapes` maps a part (`down_proj`) to its [rows, cols]."""
+    distinct = {(part, shape) for part, given in shapes.items() for shape in given}
+    return tuple(
+        tp for tp in TP_SIZES if all(tensor_parallel_fits(part, *shape, group_size, tp) for part, shape in distinct)
+    )
+
+
+def render_card(source_readme: str | None, facts: CardFacts) -> str:
+    """The whole README.md, ending in a newline."""
+    lines = [*_front_matter(source_readme, facts), "", f"# {escape_markdown(facts.title)}", ""]
+    for section in (_summary, _command, _errors, _serving, _limits, _sources):
+        lines += section(facts)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def escape_markdown(text: str, limit: int = 200) -> str:
+    """`text` as one line of literal Markdown: control characters shown as escapes, markup characters neutralised."""
+    line = re.sub(r"([\\`*_{}\[\]<>|~&$])", r"\\\1", printable(text, limit).strip(" "))
+    return re.sub(r"^([#+=-]|\d+(?=[.)]))", lambda start: _escape_start(start[1]), line)
+
+
+def _escape_start(start: str) -> str:
+    """A heading, a list item or an underline begins with these; a numbered item is broken before its dot."""
+    return f"{start}&#8203;" if start.isdigit() else f"\\{start}"
+
+
+# ---------------------------------------------------------------------------------------------------- front matter
+
+
+def _front_matter(source_readme: str | None, facts: CardFacts) -> list[str]:
+    source = _source_blocks(source_readme)
+    lines = ["---"]
+    for key in _KEPT_KEYS:
+        lines += source.get(key, [])
+    if facts.base_model is not None and _HUB_ID.fullmatch(facts.base_model):
+        lines += ["base_model:", f"- {facts.base_model}", "base_model_relation: quantized"]
+    lines += ["library_name: transformers", "tags:"]
+    kept = [tag for tag in _tags(source.get("tags", [])) if tag.lower() not in _DROPPED_TAGS]
+    lines += [f"- {tag}" for tag in dict.fromkeys([*kept[:_MAX_TAGS], *_OWN_TAGS])]
+    return [*lines, "---"]
+
+
+def _source_blocks(readme: str | None) -> dict[str, list[str]]:
+    """Top-level keys of the source's front matter with their lines, the allowed and harmless ones only."""
+    if readme is None or len(readme) > MAX_README_CHARS:
+        return {}
+    lines = readme.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")[:_MAX_FRONT_MATTER_LINES]
+    if lines[0].rstrip() != "---":
+        return {}
+    end = next((i for i, line in enumerate(lines[1:], 1) if line.rstrip() in {"---", "..."}), None)
+    if end is None:
+        return {}
+    blocks: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in lines[1:end]:
+        key, colon, _ = line.partition(":")
+        if colon and re.fullmatch(r"[A-Za-z_][\w-]*", key, re.ASCII):
+            current = []
+            if key not in blocks:  # the first of two equal keys
+                blocks[key] = current
+        current.append(line.rstrip(" "))
+    wanted = (*_KEPT_KEYS, "tags")
+    return {key: block for key, block in blocks.items() if key in wanted and _is_harmless(key, block)}
+
+
+def _is_harmless(key: str, block: list[str]) -> bool:
+    """A scalar, a quoted scalar or a one-line list after the key, or plain `- item` lines below it."""
+    value = block[0].removeprefix(f"{key}:")
+    if value and not value.startswith(" "):
+        return False
+    value = value.strip(" ")
+    if value:
+        return len(block) == 1 and (_is_scalar(value) or _QUOTED.fullmatch(value) is not None or bool(_flow(value)))
+    items = [line.lstrip(" ") for line in block[1:]]
+    return bool(items) and all(item.startswith("- ") and _item(item[2:]) is not None for item in items)
+
+
+def _is_scalar(text: str) -> bool:
+    return len(text) <= 300 and _SCALAR.fullmatch(text) is not None and " #" not in text
+
+
+def _item(text: str) -> str | None:
+    text = text.strip(" ")
+    return text if _is_scalar(text) or _QUOTED.fullmatch(text) else None
+
+
+def _flow(value: str) -> list[str]:
+    found = _FLOW_LIST.fullmatch(value)
+    items = [_item(item) for item in found[1].split(",")] if found else []
+    return [] if None in items else [item for item in items if item]
+
+
+def _tags(block: list[str]) -> list[str]:
+    if not block:
+        return []
+    value = block[0].partition(":")[2].strip(" ")
+    items = _flow(value) if value else [line.lstrip(" ")[2:].strip(" ") for line in block[1:]]
+    return [tag for item in items if _is_scalar(tag := item.strip("\"'")) and _TAG.fullmatch(tag)]
+
+
+# ---------------------------------------------------------------------------------------------------- body
+
+
+def _summary(facts: CardFacts) -> list[str]:
+    base = f"`{facts.base_model}`" if facts.base_model and _HUB_ID.fullmatch(facts.base_model) else "the FP8 source"
+    rest = {"bf16": "BF16", "fp8": "FP8 where the source is FP8, else as in the source"}.get(facts.rest, facts.rest)
+    return [
+        f"{base}, quantized offline with kizami {escape_markdown(facts.kizami_version)}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| scheme | {escape_markdown(facts.scheme)} |",
+        f"| INT4 modules | {facts.packed_modules:,} linears, symmetric, group size {facts.group_size}, BF16 scales |",
+        f"| everything else | {escape_markdown(rest)} |",
+        f"| method | {escape_markdown(facts.method)} |",
+        f"| size | {_gib(facts.source_bytes)} -> {_gib(facts.output_bytes)} ({facts.output_bytes:,} bytes) |",
+        f"| bits per weight, whole model | {facts.bits_per_weight:.3f} |",
+        f"| KV-cache scales | {escape_markdown(facts.kv_scales)} |",
+        "",
+    ]
+
+
+def _command(facts: CardFacts) -> list[str]:
+    command = printable(facts.command, 2000)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", command)), default=0))
+    return ["## Command", "", f"{fence}sh", command, fence, ""]
+
+
+def _errors(facts: CardFacts) -> list[str]:
+    lines = ["## Error against the source weights", ""]
+    if not facts.errors:
+        return [*lines, "No figures were recorded.", ""]
+    lines += [
+        "| role | modules | relative error, mean | relative error, max | SQNR dB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {escape_markdown(row.role)} | {row.modules:,} | {row.mean_rel_error:.5f} | {row.max_rel_error:.5f} "
+        f"| {row.sqnr_db:.2f} |"
+        for row in facts.errors
+    ]
+    return [*lines, "", "Per tensor: `kizami-report.jsonl`. Weight error is not task quality.", ""]
+
+
+def _serving(facts: CardFacts) -> list[str]:
+    sizes = ", ".join(map(str, facts.tp_sizes)) or "none"
+    model = "<this model>"
+    lines = ["## Serving", "", "```sh", f"python -m sglang.launch_server --model-path {model} --tp-size N"]
+    lines += [f"vllm serve {model} --tensor-parallel-size N", "```", ""]
+    lines.append(
+        f"Tensor-parallel sizes that split no quantization group (of {', '.join(map(str, TP_SIZES))}): {sizes}. "
+        "Expert parallelism lifts this limit for routed experts."
+    )
+    if facts.has_negative_scales:
+        lines.append("Some group scales are negative (W = q * scale): the reader must multiply, not take magnitudes.")
+    lines += [escape_markdown(note, 1000) for note in facts.notes]
+    return [*lines, ""]
+
+
+def _limits(facts: CardFacts) -> list[str]:
+    return [
+        "## Limits",
+        "",
+        "This checkpoint was made from the weights alone unless the method above names calibration data. It was not",
+        "evaluated on benchmarks by the tool that wrote this card. Compare it with the source on your own task.",
+        "",
+    ]
+
+
+def _sources(facts: CardFacts) -> list[str]:
+    if not facts.source_hashes:
+        return []
+    lines = ["## Source", "", f"| file | {escape_markdown(facts.hashed)} |", "|---|---|"]
+    return [
+        *lines,
+        *(f"| {escape_markdown(file)} | {escape_markdown(digest)} |" for file, digest in facts.source_hashes),
+    ]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB"

@@ -1,0 +1,247 @@
+"""Quantise one linear's weight [N, K], or decode rows of it. NumPy arrays in and out; safe to call from threads."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kizami.quantize import survey
+from kizami.quantize.kernels import Output, Search, Source, new_output, rule_rows, search_rows
+from kizami.quantize.metrics import ErrorSums
+from kizami.quantize.rows import CHUNK
+from kizami.quantize.search_tables import candidates, error_table
+from kizami.quantize.settings import GROUP_SIZES, Method
+
+TILE = 1 << 18  # float32 values held at a time where a source has to be widened
+MIN_BLOCK = 1 << 12  # weights per block from which a histogram per block is cheaper than ranking every weight
+
+_NO_VALUES = np.empty((0, 0), np.float32)
+_NO_CODES = np.empty((0, 0), np.uint8)
+_NO_GRID = np.empty((0, 0), np.float32)
+_NO_COUNTS = np.empty(0, np.int64)
+
+Array = NDArray[Any]
+Tiles = Callable[[], Iterator[tuple[int, NDArray[np.float32]]]]  # (first row, float32 rows), restartable
+
+
+class NonFiniteError(ValueError):
+    """A weight that is not a number, or too large: the first in row-major order. `found` says what is there."""
+
+    def __init__(self, row: int, col: int, found: str) -> None:
+        super().__init__(f"row {row}, column {col}: found {found}, expected a finite weight")
+        self.row, self.col, self.found = row, col, found
+
+    def __reduce__(self) -> tuple[Any, ...]:  # survives a process pool
+        return NonFiniteError, (self.row, self.col, self.found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """packed int32 [N, K/8], nibble i of word j is column 8j+i holding q+8; scale uint16 [N, K/g], BF16 bits."""
+
+    packed: NDArray[np.int32]
+    scale: NDArray[np.uint16]
+    sums: ErrorSums
+
+
+def quantize_linear(
+    weight: Array, scale: NDArray[np.float32] | None, block: tuple[int, int] | None, group_size: int, method: Method
+) -> PackedLinear:
+    """weight [N, K]: uint8 e4m3 bytes with float32 `scale` [ceil(N/b0), ceil(K/b1)], or uint16 BF16 bits, float16 or
+    float32 without one. K is a multiple of group_size. Raises NonFiniteError.
+    """
+    assert group_size in GROUP_SIZES and weight.ndim == 2 and weight.shape[1] % group_size == 0
+    rows, columns = weight.shape
+    out = new_output(rows, columns, group_size)
+    threshold = np.float32(0)
+    if weight.size:
+        if weight.dtype == np.uint8:
+            assert scale is not None and block is not None
+            weight, grid, block = _fp8(weight, scale, block)
+            _check_scales(weight, grid, block, 0)
+            tiles = _fp8_tiles(weight, grid, block)
+        else:
+            assert scale is None
+            grid = None
+            tiles = _float_tiles(weight)
+        if grid is not None and block is not None and (block[1] % group_size == 0 or block[1] >= columns):
+            threshold = _survey_blocks(weight, grid, block, tiles)
+            source = Source(weight, weight.view(np.int8), _NO_VALUES, grid, *block)
+            _quantize_rows(source, group_size, method, threshold, out)
+        else:
+            threshold = _survey_values(weight, grid, block, tiles)
+            for first, values in tiles():
+                part = out._replace(packed=out.packed[first : first + len(values)], scale=out.scale[first:][: len(values)])
+                source = Source(_NO_CODES, _NO_CODES.view(np.int8), values, _NO_GRID, 1, 1)
+                _quantize_rows(source, group_size, method, threshold, part)
+    return PackedLinear(out.packed, out.scale, _sums(out, weight.size))
+
+
+def dequantize_rows(
+    weight: NDArray[np.uint8], scale: NDArray[np.float32], block: tuple[int, int], first_row: int
+) -> NDArray[np.uint16]:
+    """bf16(fl32(e4m3 * scale)) of rows first_row.. of a tensor: uint8 [n, K] to BF16 bits [n, K]. `scale` is the whole
+    tensor's grid. Raises NonFiniteError; its row counts from the tensor's first.
+    """
+    weight, grid, block = _fp8(weight, scale, block, first_row)
+    out = np.empty(weight.shape, np.uint16)
+    if weight.size:
+        _check_scales(weight, grid, block, first_row)
+        if not survey.dequantize(weight, grid, *block, first_row, out):
+            raise _first_bad(weight, grid, block, first_row, 1.9960937 * survey.TOO_LARGE)
+    return out
+
+
+def warm_up(method: Method, group_size: int) -> None:
+    """Compile, or load from the cache, whatever a job with this method needs."""
+    codes = np.full((1, group_size), 0x38, np.uint8)
+    scale = np.ones((1, 1), np.float32)
+    quantize_linear(codes, scale, (128, 128), group_size, method)
+    quantize_linear(np.ones((1, group_size), np.float32), None, None, group_size, method)
+    dequantize_rows(codes, scale, (128, 128), 0)
+
+
+def _fp8(
+    weight: Array, scale: NDArray[np.float32], block: tuple[int, int], first_row: int = 0
+) -> tuple[Array, NDArray[np.float32], tuple[int, int]]:
+    """Arrays of the one kind the kernels are compiled for: contiguous, writable; blocks no larger than needed."""
+    b0, b1 = block
+    end = first_row + weight.shape[0]
+    assert b0 > 0 and b1 > 0 and weight.dtype == np.uint8 and scale.dtype == np.float32
+    assert scale.ndim == 2 and scale.shape[0] >= -(-end // b0) and scale.shape[1] == -(-weight.shape[1] // b1)
+    return np.require(weight, requirements="CW"), np.require(scale, requirements="CW"), (b0, b1)
+
+
+def _check_scales(weight: Array, grid: NDArray[np.float32], block: tuple[int, int], first_row: int) -> None:
+    used = grid[first_row // block[0] : -(-(first_row + len(weight)) // block[0])]
+    if not (np.isfinite(used) & (used >= 0)).all():
+        raise _first_bad(weight, grid, block, first_row, survey.TOO_LARGE)
+
+
+def _fp8_tiles(weight: Array, grid: NDArray[np.float32], block: tuple[int, int]) -> Tiles:
+    def tiles() -> Iterator[tuple[int, NDArray[np.float32]]]:
+        for first, codes in _row_tiles(weight):
+            values = np.empty(codes.shape, np.float32)
+            survey.decode_rows(codes, grid, *block, first, values)
+            yield first, values
+
+    return tiles
+
+
+def _float_tiles(weight: Array) -> Tiles:
+    def tiles() -> Iterator[tuple[int, NDArray[np.float32]]]:
+        for first, rows in _row_tiles(weight):
+            if rows.dtype == np.uint16:
+                yield first, (rows.astype(np.uint32) << 16).view(np.float32)
+            else:
+                yield first, rows.astype(np.float32, order="C")
+
+    return tiles
+
+
+def _row_tiles(weight: Array) -> Iterator[tuple[int, Array]]:
+    step = max(1, TILE // weight.shape[1])
+    for first in range(0, len(weight), step):
+        yield first, weight[first : first + step]
+
+
+def _survey_blocks(weight: Array, grid: NDArray[np.float32], block: tuple[int, int], tiles: Tiles) -> np.float32:
+    """Threshold of the top 0.1 % from a histogram of codes per block."""
+    rows, columns = weight.shape
+    if min(block[0], rows) * min(block[1], columns) < MIN_BLOCK:
+        return _survey_values(weight, grid, block, tiles)
+    used = grid[: -(-rows // block[0])]
+    counts = np.zeros((*used.shape, 256), np.int32)
+    survey.count_codes(weight, *block, counts)
+    folded = (counts[..., :128] + counts[..., 128:]).astype(np.int64)
+    if folded[..., 127].any():
+        raise _first_bad(weight, grid, block, 0, survey.TOO_LARGE)
+    with np.errstate(over="ignore"):
+        values = survey.MAGNITUDES * used[..., None]
+    if (values[folded[..., :127] > 0] >= survey.TOO_LARGE).any():
+        raise _first_bad(weight, grid, block, 0, survey.TOO_LARGE)
+    bits = values.view(np.int32).reshape(-1)
+    weights = np.ascontiguousarray(folded[..., :127]).reshape(-1)
+    return survey.threshold_of(lambda: [(bits, weights)], weight.size)
+
+
+def _survey_values(
+    weight: Array, grid: NDArray[np.float32] | None, block: tuple[int, int] | None, tiles: Tiles
+) -> np.float32:
+    """The same by ranking every weight."""
+    for first, values in tiles():
+        codes = weight[first : first + len(values)]
+        nan = grid is not None and bool(((codes & 0x7F) == 0x7F).any())
+        if nan or not (np.abs(values) < survey.TOO_LARGE).all():
+            raise _first_bad(codes, grid, block, first, survey.TOO_LARGE)
+    return survey.threshold_of(
+        lambda: ((values.view(np.int32).reshape(-1), _NO_COUNTS) for _, values in tiles()), weight.size
+    )
+
+
+def _first_bad(
+    weight: Array, grid: NDArray[np.float32] | None, block: tuple[int, int] | None, first_row: int, limit: float
+) -> NonFiniteError:
+    """Slow and only on the way out: look again, row by row, for the first weight that is not finite or beyond limit."""
+    for r, row in enumerate(weight):
+        s = np.float32(1)
+        if grid is not None and block is not None:
+            s = grid[(first_row + r) // block[0]][np.arange(row.size) // block[1]]
+            nan = (row & 0x7F) == 0x7F
+            with np.errstate(over="ignore", invalid="ignore"):
+                w = np.where(nan, np.float32(np.nan), survey.SIGNED[row] * s)
+            bad = nan | ~(np.isfinite(s) & (s >= 0)) | ~(np.abs(w) < limit)
+        else:
+            w = (row.astype(np.uint32) << 16).view(np.float32) if row.dtype == np.uint16 else row.astype(np.float32)
+            bad = ~(np.abs(w) < limit)
+        if bad.any():
+            c = int(np.argmax(bad))
+            return NonFiniteError(first_row + r, c, _found(row[c], w[c], None if grid is None else s[c]))
+    raise AssertionError("a kernel saw a weight that is not finite, the search for it did not")
+
+
+def _found(raw: Any, value: Any, scale: Any) -> str:
+    if scale is not None and not (np.isfinite(scale) and scale >= 0):
+        return f"block scale {scale:g}"
+    if scale is not None and raw & 0x7F == 0x7F:
+        return f"FP8 NaN code 0x{raw:02X}"
+    return f"{value:g}, too large for BF16" if np.isfinite(value) or scale is not None else f"{value:g}"
+
+
+def _quantize_rows(source: Source, group_size: int, method: Method, threshold: np.float32, out: Output) -> None:
+    if method.name != "search":
+        rule_rows(source, group_size, method.name == "minmax", threshold, out)
+        return
+    chosen = candidates(group_size, method.clip_allowance)
+    table = error_table(group_size, method.clip_allowance).reshape(-1)
+    positive = method.scale_sign == "positive"
+    search = Search(table, chosen.divisors, chosen.reach_plus, chosen.reach_minus, positive)
+    search_rows(source, group_size, search, threshold, out)
+
+
+def _sums(out: Output, n: int) -> ErrorSums:
+    w2, e2, q2 = (float(x) for x in _add_lanes(out.sums))
+    return ErrorSums(
+        n=n,
+        sum_w2=w2,
+        sum_e2=e2,
+        sum_q2=q2,
+        top_n=int(out.top[0]),
+        top_w2=float(out.top[1]),
+        top_e2=float(out.top[2]),
+        max_abs_error=float(out.largest.max().view(np.float32)),
+        clipped=int(out.clipped.sum()),
+        groups=out.scale.size,
+        zero_groups=int(out.counts[0]),
+        negative_scales=int(out.counts[1]),
+    )
+
+
+def _add_lanes(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """In this order; NumPy's own order depends on the CPU."""
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
