@@ -23,7 +23,7 @@ Tensor = tuple[str, tuple[int, ...], np.ndarray]  # dtype word of the header, sh
 
 
 def e4m3_values() -> np.ndarray:
-    """The 127 finite magnitudes of e4m3fn in code order ("FP8 formats for deep learning", arXiv 2209.05433, table 1)."""
+    """The 127 finite magnitudes of e4m3fn in code order ("FP8 formats for deep learning", arXiv 2209.05433)."""
     code = np.arange(127)
     exponent, mantissa = code >> 3, code & 7
     return np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))

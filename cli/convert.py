@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.quantize.plan import Plan
 
-SIDE_FILES_SHOWN = 12
+SIDE_FILES_SHOWN = 8
 OVER_SHOWN = 20
 
 NewFolder = Annotated[
@@ -167,8 +167,8 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     side = body["side_files"]
     ui.say()
     ui.say(f"copied beside the weights: {_some(side['copied'])}")
-    for entry in side["left"]:
-        ui.say(f"left out: {entry['name']} ({entry['reason']})")
+    for reason in dict.fromkeys(entry["reason"] for entry in side["left"]):
+        ui.say(f"left out ({reason}): {_some([e['name'] for e in side['left'] if e['reason'] == reason])}")
     if body["worst"]:
         ui.say(f"worst tensor: {body['worst']['name']}, relative error {body['worst']['rel_error']:.4f}")
     if body["has_negative_scales"]:

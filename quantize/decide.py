@@ -90,7 +90,9 @@ def _step(info: TensorInfo, family: Family, dialect: Dialect, policy: Policy, se
         picked = selection.picks(module, place)
         if picked is not None:
             _check_packable(info, scaled)
-            return step("quantize", picked, packed_specs(module, *info.shape, policy.group_size))
+            rows, cols = info.shape
+            divides = cols % policy.group_size == 0  # _check_groups names all modules where it does not
+            return step("quantize", picked, packed_specs(module, rows, cols, policy.group_size) if divides else ())
     if scaled is None:
         return step("copy", _why_copied(info, place), (info.spec,))
     if policy.rest == "fp8":
@@ -135,7 +137,6 @@ def _check_something_is_packed(packed: list[Step], policy: Policy) -> None:
 
 
 def _check_groups(packed: list[Step], group_size: int) -> None:
-    """packed_specs refuses too; this names all modules at once, not the first."""
     bad = [step for step in packed if step.weight.shape[1] % group_size]
     if not bad:
         return

@@ -1,7 +1,7 @@
 """Checkpoints for the tests against real clients, all made from the tiny trained GLM. Needs torch.
 
 `kimi_k2` and `kimi_k25` re-label its FP8 tensors the way Moonshot publishes them; `dense_twin` writes the BF16 model
-that a quantized checkpoint stands for, decoded by the oracle (`kizami.quantize.reference`), never by the code under test.
+that a quantized checkpoint stands for, decoded by the oracle (`kizami.quantize.reference`), not by the code under test.
 """
 
 import json
@@ -161,7 +161,8 @@ def decoded_int4(packed: torch.Tensor, scale: torch.Tensor, columns: int) -> tor
 def dense_twin(quantized: Path, out: Path) -> Path:
     """Write the BF16 model that `quantized` (an output of kizami, or a block-FP8 source) stands for."""
     tensors, config = load_tensors(quantized), read_config(quantized)
-    config.pop("quantization_config", None)
+    for level in (config, config.get("text_config", {})):
+        level.pop("quantization_config", None)
     dense: Tensors = {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]

@@ -152,7 +152,7 @@ def codes_of(packed: np.ndarray) -> np.ndarray:
 
 
 def assert_codes(out: Folder, module: str, w: np.ndarray, manifest: dict[str, Any]) -> None:
-    """Each code is the nearest under the stored scale, clipped at the ends; `minmax`: compressed-tensors' BF16 chain."""
+    """Each code is the nearest under the stored scale, clipped at the ends. `minmax`: the BF16 chain of minmax()."""
     n, k = w.shape
     assert out.array(module + SHAPE).tolist() == [n, k]
     codes, bits = codes_of(out.array(module + PACKED)), out.array(module + SCALE)

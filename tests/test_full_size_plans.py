@@ -20,7 +20,9 @@ PUBLISHED = [
     ("glm-5-fp8", 756_162_687_872, 451_972_135_424),
     ("kimi-k2-fp8", 1_029_173_256_720, 594_205_911_728),
 ]
-POLICIES = [(rest, mtp, group) for rest in ("bf16", "fp8") for mtp in ("quantize", "keep", "drop") for group in (32, 128)]
+POLICIES = [
+    (rest, mtp, group) for rest in ("bf16", "fp8") for mtp in ("quantize", "keep", "drop") for group in (32, 128)
+]
 MEASURE = """
 import sys, time, resource
 from kizami.cli.app import main

@@ -1,4 +1,4 @@
-"""`--method minmax` is compressed-tensors' rule bit for bit: direct calls, and whole checkpoints through llm-compressor.
+"""`--method minmax` is compressed-tensors' rule bit for bit: by direct calls and against llm-compressor.
 
 The direct tests run with any compressed-tensors; those of whole checkpoints need llm-compressor, which wants an
 environment of its own. CPU only: on CUDA compressed-tensors 0.19 and 0.20 round differently (their Triton kernel

@@ -1,0 +1,433 @@
+"""Every run of make_cases.py through the command line: faults that converters really had, and the right answer."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import case_checks
+import make_cases
+import pytest
+from case_checks import Ran, run_check
+from make_cases import shard_name
+from output_oracle import (
+    Folder,
+    assert_folder_is_whole,
+    assert_rules_are_the_tensors,
+    assert_tensors_are_right,
+    contents,
+    parse_json,
+)
+
+from kizami.cli.app import main
+
+RUNS: dict[int, tuple[str, ...]] = {
+    1: ("moved",),
+    2: ("default", "experts 0-2 kept dense"),
+    3: ("dense", "int4"),
+    4: ("e8m0",),
+    5: ("dense", "int4"),
+    6: ("a: 0x80 is -0.0", "b: fnuz dtype"),
+    7: ("e5m2",),
+    8: ("weight_scale_inv", "weight_scale", "scale", "both"),
+    9: ("a: []", "b: [1]", "c: [256,1]", "d: [256,1] against [128,128]"),
+    10: ("bias",),
+    11: ("extra tensors",),
+    12: ("known words",),
+    13: ("zero groups",),
+    14: ("g=128", "g=32"),
+    15: ("tp 8", "tp 3", "tp 2"),
+    16: ("default", "forced"),
+    17: ("g=64", "unknown option"),
+    18: ("minmax", "default method"),
+    19: ("weighted", "gptq"),
+    20: ("default", "rest fp8"),
+    21: ("rules",),
+    22: ("layer 2", "mtp.0 names"),
+    23: ("prefix",),
+    24: ("glm_moe_dsa", "deepseek_v32"),
+    25: ("split pair",),
+    26: ("a: w1/w3/w2", "b: nothing matches"),
+    27: ("a: no lm_head", "b: identical lm_head"),
+    28: ("config",),
+    29: ("small shards",),
+    30: ("consolidated", "renamed shards"),
+    31: ("missing", "empty", "null"),
+    32: ("side files",),
+    33: ("auto_map",),
+    34: ("truncated",),
+    35: ("full disk",),
+    36: ("resume",),
+    37: ("sparse",),
+    38: ("good", "dangling"),
+    39: ("reused folder",),
+    40: ("a: 2^64-1", "b: 10^11", "c: 0", "d: 200 MiB"),
+    41: ("a", "b", "c", "d", "e: shard is a symlink to the outside"),
+    42: ("zero", "one"),
+    43: ("checkpoint", "sglang json, tp 1", "sglang json, tp 2"),
+    44: ("push",),
+    45: ("dense", "int4"),
+    46: ("100 KB",),
+    47: ("num_experts", "num_local_experts", "removed"),
+    48: ("1-of-12",),
+}
+# What a run needs and kizami does not have yet.
+LATER = {
+    19: "`--stats` and the methods `weighted` and `gptq`",
+    42: "`--kv-scales`",
+    43: "`--kv-scales` and the SGLang file",
+    44: "`kizami push`",
+}
+SLOW = {35, 36, 37, 48}
+
+
+# ---------------------------------------------------------------- running
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    stdout: str
+    stderr: str
+
+
+def kizami(*words: str | Path) -> Said:
+    """The command line, in this process: kernels are loaded once for all runs."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as exit:
+            main([str(word) for word in words])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert isinstance(exit.value.code, int)
+    return Said(exit.value.code, out.getvalue(), err.getvalue())
+
+
+class Cases:
+    """All cases on disk, and finished conversions that several runs compare with."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        with contextlib.redirect_stdout(io.StringIO()):
+            make_cases.build(root, sorted(make_cases.CASES))
+        self.of = {number: json.loads((self.folder(number) / "case.json").read_text()) for number in make_cases.CASES}
+        self._converted: dict[tuple[Path, tuple[str, ...]], Folder] = {}
+
+    def folder(self, number: int) -> Path:
+        return self.root / f"case-{number:02d}"
+
+    def convert(self, source: Path, options: tuple[str, ...]) -> Folder:
+        key = (source, options)
+        if key not in self._converted:
+            out = self.root / f"converted-{len(self._converted)}"
+            said = kizami("convert", source, out, *options)
+            assert said.code == 0, said
+            self._converted[key] = Folder(out)
+        return self._converted[key]
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+    root = tmp_path_factory.mktemp("cases")
+    yield Cases(root)
+    shutil.rmtree(root)
+
+
+class Run:
+    """One run of a case, its OUT in a fresh folder."""
+
+    def __init__(self, cases: Cases, number: int, name: str, folder: Path) -> None:
+        self.cases, self.number, self.name = cases, number, name
+        self.case = cases.folder(number)
+        [self.facts] = [run for run in cases.of[number]["runs"] if run["name"] == name]
+        self.source = Path(os.path.normpath(self.case / self.facts["input"]))
+        self.out = folder / "out"
+        self.partial = folder / "out.partial"
+        self.mentions: list[str] = self.facts.get("error", {}).get("mentions", [])
+        self.may_refuse = self.facts["expectation"] == "error" or self.facts["error_also_allowed"]
+        self.may_succeed = self.facts["expectation"] == "ok"
+        self.untouched = contents(self.source), contents(self.case)
+
+    @property
+    def command(self) -> list[str]:
+        placeholders = {"{input}": str(self.source), "{out}": str(self.out)}
+        return [placeholders.get(word, word) for word in self.facts["command"]]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return tuple(self.command[3:])
+
+    def convert_alike(self, source: Path, *, same_shards: bool) -> Folder:
+        options = list(self.options)
+        if not same_shards and "--max-shard-size" in options:
+            at = options.index("--max-shard-size")
+            del options[at : at + 2]
+        return self.cases.convert(Path(os.path.normpath(source)), tuple(options))
+
+    def assert_right(self, said: Said) -> None:
+        if said.code == 2 and self.may_refuse:
+            self.assert_refusal(said)
+        else:
+            assert self.may_succeed, f"exit {said.code}, expected a refusal\n{said.stderr}"
+            self.assert_success(said)
+        assert (contents(self.source), contents(self.case)) == self.untouched, "the source was touched"
+
+    def assert_refusal(self, said: Said) -> None:
+        """Exit code 2, one line that says it all, the same as an object, and nothing left that looks finished."""
+        assert_refused(said, self.mentions)
+        assert not self.out.exists()
+        assert not [*self.partial.rglob("*.safetensors")], "a shard was written before the refusal"
+        as_json = kizami(*self.command, "--json")
+        assert as_json.code == 2
+        error = error_object(as_json)
+        assert_mentions(" ".join(str(value) for value in error.values()), self.mentions)
+        assert not self.out.exists()
+
+    def assert_success(self, said: Said) -> None:
+        assert said.code == 0, f"exit {said.code}\n{said.stderr}"
+        assert not self.partial.exists()
+        out, source = Folder(self.out), Folder(self.source)
+        assert_folder_is_whole(out)
+        assert_tensors_are_right(out, source)
+        assert_rules_are_the_tensors(out)
+        ran = Ran(out, source, said.stdout, said.stderr, self.case, self.convert_alike)
+        for facts in self.facts.get("checks", ()):
+            if facts["check"] != "peak_rss_over_baseline_mib_at_most":  # needs a process of its own: case 37
+                run_check(ran, facts)
+        verified = kizami("verify", self.out, "--against", self.source)
+        assert verified.code == 0, verified.stderr
+
+
+def assert_refused(said: Said, mentions: list[str]) -> None:
+    assert said.code == 2, f"exit {said.code}\n{said.stderr}"
+    lines = said.stderr.splitlines()
+    assert len(lines) == 1, said.stderr
+    assert said.stdout == ""
+    assert "Traceback" not in said.stderr
+    assert_mentions(said.stderr, mentions)
+
+
+def assert_mentions(text: str, mentions: list[str]) -> None:
+    bare = re.sub(r"\s", "", text)
+    missing = [mention for mention in mentions if re.sub(r"\s", "", mention) not in bare]
+    assert not missing, f"{missing} not in: {text}"
+
+
+def error_object(said: Said) -> dict[str, Any]:
+    document = parse_json(said.stdout)
+    assert set(document) == {"schema", "error"}
+    assert document["schema"] == "kizami.error/1"
+    error = document["error"]
+    assert set(error) == {"code", "message", "file", "tensor", "hint"}
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", error["code"])
+    assert error["message"]
+    assert all(value is None or isinstance(value, str) for value in error.values())
+    return dict(error)
+
+
+def in_a_process(script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+# ---------------------------------------------------------------- what some cases do around the command
+
+
+def plainly(run: Run) -> None:
+    run.assert_right(kizami(*run.command))
+
+
+def plan_for_ranks(run: Run) -> None:
+    """Case 15, as `kizami plan` tells it."""
+    tp = run.facts["command"][-1]
+    said = kizami("plan", run.source, "--group-size", "64", "--tp", tp)
+    assert said.code == (0 if run.facts["expectation"] == "ok" else 1)
+    assert_mentions(said.stderr, run.mentions)
+    found = parse_json(kizami("plan", run.source, "--group-size", "64", "--tp", tp, "--json").stdout)
+    named = {finding["module"] for finding in found["tensor_parallel"]["findings"]}
+    assert named == ({make_cases.DOWN} if run.mentions else set())
+
+
+FILE_LIMIT = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+from kizami.cli.app import main
+main(sys.argv[2:])
+"""
+
+
+def disk_full(run: Run) -> None:
+    """Case 35 with a limit on the size of files, which meets a writer in the same place: EFBIG for ENOSPC."""
+    done = in_a_process(FILE_LIMIT, 1 << 20, *run.command)
+    assert_refused(Said(done.returncode, done.stdout, done.stderr), ["File too large", shard_name(1, 1)])
+    assert not run.out.exists()
+    assert not [p for p in run.partial.rglob("*") if p.suffix in (".safetensors", ".tmp")]
+    assert kizami(*run.command).code == 0
+    assert contents(run.out) == contents(run.convert_alike(run.source, same_shards=True).root)
+
+
+KILL_AFTER = """
+import os, signal, sys
+from kizami.quantize.journal import Journal
+append = Journal.append
+def append_and_die(self, record):
+    append(self, record)
+    if len(self.done) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+Journal.append = append_and_die
+from kizami.cli.app import main
+main(sys.argv[2:])
+"""
+
+
+def kill_and_resume(run: Run, shards: int, *more: str) -> None:
+    command = [*run.command, *more]
+    done = in_a_process(KILL_AFTER, shards, *command)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not run.out.exists()
+    assert len([*run.partial.glob("model-*.safetensors")]) >= shards
+    said = kizami(*command)
+    assert said.code == 0, said.stderr
+    assert f"resumed: {shards} of" in said.stderr
+    clean = run.cases.convert(run.source, (*run.options, *more))
+    assert contents(run.out) == contents(clean.root)
+
+
+def killed_after_the_first_shard(run: Run) -> None:
+    kill_and_resume(run, 1)
+    run.assert_success(Said(0, "", ""))
+
+
+def killed_after_the_third_shard(run: Run) -> None:
+    plainly(run)
+    shutil.rmtree(run.out)
+    kill_and_resume(run, 3, "--max-shard-size", "400KB")
+
+
+# argv: a command that loads everything, the command that is measured
+MEASURE = """
+import contextlib, io, json, sys, time
+from kizami.cli.app import main
+opened = []
+def kib(key):
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith(key + ":")).split()[1])
+def call(words):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main(words)
+        except SystemExit as e:
+            return e.code
+loaded = call(json.loads(sys.argv[1]))
+with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")  # VmHWM starts anew
+idle = kib("VmRSS")
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+begin = time.monotonic()
+code = call(json.loads(sys.argv[2]))
+seconds = time.monotonic() - begin
+mib = (kib("VmHWM") - idle) / 1024
+print(json.dumps({"loaded": loaded, "code": code, "seconds": seconds, "mib": mib, "opened": opened}))
+"""
+
+
+def measure(loading: list[str], command: list[str]) -> dict[str, Any]:
+    done = in_a_process(MEASURE, json.dumps(loading), json.dumps(command))
+    assert done.returncode == 0, done.stderr
+    return dict(parse_json(done.stdout))
+
+
+def memory(run: Run) -> None:
+    """Case 37 with two workers: each holds one weight [4096, 8192] and its INT4 form at a time."""
+    [limit] = [facts["value"] for facts in run.facts["checks"] if facts["check"].startswith("peak_rss")]
+    tiny = run.cases.root / "tiny"
+    found = measure(["convert", str(tiny), f"{run.out}-tiny", "--workers", "2"], [*run.command, "--workers", "2"])
+    assert (found["loaded"], found["code"]) == (0, 0)
+    assert found["mib"] <= limit, f"{found['mib']:.0f} MiB over the idle process"
+    run.assert_right(Said(0, "", ""))
+
+
+def reused_folder(run: Run) -> None:
+    shutil.copytree(run.case / "out", run.out)
+    before = contents(run.out)
+    assert_refused(kizami(*run.command), run.mentions)
+    assert error_object(kizami(*run.command, "--json"))["code"] == "out_exists"
+    assert contents(run.out) == before
+    assert not run.partial.exists()
+
+
+def header_length(run: Run) -> None:
+    plainly(run)
+    found = measure(["inspect", str(run.cases.root / "tiny")], run.command)
+    assert (found["loaded"], found["code"]) == (0, 2)
+    assert found["seconds"] < 1
+    assert found["mib"] < 200
+
+
+def outside_the_folder(run: Run) -> None:
+    """Case 41. What is opened is watched from within the interpreter."""
+    plainly(run)
+    found = measure(["inspect", str(run.cases.root / "tiny")], run.command)
+    assert found["code"] == 2
+    names = {Path(path).name for path in found["opened"]}
+    assert "config.json" in names, "the watch sees what is opened"
+    assert not names & {"evil.safetensors", "outside.safetensors"}
+
+
+PROCEDURES: dict[int, Callable[[Run], None]] = {
+    15: plan_for_ranks,
+    35: disk_full,
+    36: killed_after_the_first_shard,
+    37: memory,
+    39: reused_folder,
+    40: header_length,
+    41: outside_the_folder,
+    48: killed_after_the_third_shard,
+}
+
+
+# ---------------------------------------------------------------- the tests
+
+
+def parameters() -> list[Any]:
+    made = []
+    for number, names in RUNS.items():
+        marks = [pytest.mark.slow] if number in SLOW else []
+        if number in LATER:
+            marks.append(pytest.mark.skip(reason=f"later: {LATER[number]}"))
+        for name in names:
+            made.append(pytest.param(number, name, marks=marks, id=f"case-{number:02d}-{name}"))
+    return made
+
+
+@pytest.mark.parametrize(("number", "name"), parameters())
+def test_run(cases: Cases, tmp_path: Path, number: int, name: str) -> None:
+    run = Run(cases, number, name, tmp_path)
+    PROCEDURES.get(number, plainly)(run)
+    shutil.rmtree(tmp_path)
+
+
+def test_every_run_of_the_generator_is_listed(cases: Cases) -> None:
+    assert {number: tuple(run["name"] for run in case["runs"]) for number, case in cases.of.items()} == RUNS
+
+
+def test_every_check_is_used_or_waits_for_a_later_option(cases: Cases) -> None:
+    asked = {
+        facts["check"]: number
+        for number, case in cases.of.items()
+        for run in case["runs"]
+        for facts in run.get("checks", ())
+    }
+    unknown = {number for name, number in asked.items() if name not in case_checks.CHECKS}
+    assert unknown <= {*LATER, 37}
+    assert set(case_checks.CHECKS) <= set(asked)

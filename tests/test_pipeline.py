@@ -1,0 +1,288 @@
+"""Running a plan: whole or absent, resumable, and the same bytes whoever ran it."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import make_cases
+import pytest
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.quantize.pipeline import ShardDone, Started, run
+from kizami.quantize.plan import Plan
+from kizami.quantize.planner import build_plan
+from kizami.quantize.settings import Method, Policy
+
+SMALL_SHARDS = Policy(max_shard_bytes=300_000)  # about ten shards of TINY
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def plan_of(source: Path, policy: Policy = SMALL_SHARDS, method: Method = Method()) -> tuple[Checkpoint, Plan]:
+    checkpoint = Checkpoint.open(source)
+    return checkpoint, build_plan(checkpoint, policy, method)
+
+
+def convert(source: Path, out: Path, policy: Policy = SMALL_SHARDS, method: Method = Method(), **options) -> dict:
+    checkpoint, plan = plan_of(source, policy, method)
+    return run(plan, checkpoint, out, **options)
+
+
+@pytest.fixture(scope="module")
+def clean(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run with one worker."""
+    out = tmp_path_factory.mktemp("clean") / "out"
+    convert(tiny_checkpoint, out, workers=1)
+    return out
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_worker_count_does_not_change_a_byte(tiny_checkpoint, clean, tmp_path, workers):
+    convert(tiny_checkpoint, tmp_path / "out", workers=workers)
+    assert files(tmp_path / "out") == files(clean)
+
+
+@pytest.mark.parametrize("method", [Method("minmax"), Method("signed"), Method("search", clip_allowance=0.5)])
+@pytest.mark.parametrize(
+    "policy", [Policy(), Policy(group_size=128, rest="fp8", max_shard_bytes=1), Policy(mtp="drop")]
+)
+def test_written_bytes_are_the_planned_bytes(tiny_checkpoint, tmp_path, policy, method):
+    checkpoint, plan = plan_of(tiny_checkpoint, policy, method)
+    run(plan, checkpoint, tmp_path / "out", workers=2)
+    out = Checkpoint.open(tmp_path / "out")
+    assert sum(info.nbytes for info in out.tensors.values()) == plan.output.bytes
+    assert sum(head.file_size for head in out.headers.values()) == plan.output.file_bytes
+    assert {i.name: i.spec for i in out.tensors.values()} == {s.name: s for f in plan.shards for s in f.tensors}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    assert index["metadata"]["total_size"] == plan.output.bytes
+
+
+# Runs `kizami`'s pipeline and dies by SIGKILL when N shards are recorded.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kizami.formats.checkpoint import Checkpoint
+from kizami.quantize.pipeline import ShardDone, run
+from kizami.quantize.planner import build_plan
+from kizami.quantize.settings import Method, Policy
+
+source, out, shards = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+
+def die(event):
+    if isinstance(event, ShardDone) and event.done == shards:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint = Checkpoint.open(source)
+run(build_plan(checkpoint, Policy(max_shard_bytes=300_000), Method()), checkpoint, out, workers=2, on_event=die)
+"""
+
+
+def kill_after(shards: int, source: Path, out: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), str(shards)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_killed_run_resumes_to_the_same_bytes(tiny_checkpoint, clean, tmp_path, shards):
+    out = tmp_path / "out"
+    kill_after(shards, tiny_checkpoint, out)
+    events = []
+    convert(tiny_checkpoint, out, workers=1, on_event=events.append)
+    assert next(e for e in events if isinstance(e, Started)).resumed >= shards
+    assert sum(isinstance(e, ShardDone) for e in events) < events[0].shards
+    assert files(out) == files(clean)
+    assert not out.with_name("out.partial").exists()
+
+
+def test_a_shard_that_changed_after_the_kill_is_written_anew(tiny_checkpoint, clean, tmp_path):
+    out = tmp_path / "out"
+    kill_after(2, tiny_checkpoint, out)
+    first = json.loads((out.with_name("out.partial") / ".kizami/journal.jsonl").read_text().splitlines()[1])["file"]
+    path = out.with_name("out.partial") / first
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    events = []
+    convert(tiny_checkpoint, out, on_event=events.append)
+    assert events[0].rewritten == (first,)
+    assert files(out) == files(clean)
+
+
+def test_half_a_journal_line_never_happened(tiny_checkpoint, clean, tmp_path):
+    out = tmp_path / "out"
+    kill_after(2, tiny_checkpoint, out)
+    journal = out.with_name("out.partial") / ".kizami/journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-9])
+    events = []
+    convert(tiny_checkpoint, out, on_event=events.append)
+    assert events[0].resumed >= 1
+    assert files(out) == files(clean)
+
+
+def test_a_garbled_journal_is_refused(tiny_checkpoint, tmp_path):
+    out = tmp_path / "out"
+    kill_after(2, tiny_checkpoint, out)
+    journal = out.with_name("out.partial") / ".kizami/journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text(lines[0] + "garbage\n" + lines[1])
+    with pytest.raises(KizamiError, match=r"journal\.jsonl.*--restart"):
+        convert(tiny_checkpoint, out)
+
+
+@pytest.mark.parametrize(
+    ("policy", "method", "says"),
+    [
+        (replace(SMALL_SHARDS, group_size=64), Method(), r"policy\.group_size: 32 then, 64 now"),
+        (SMALL_SHARDS, Method("minmax"), r"method\.name: search then, minmax now"),
+    ],
+)
+def test_a_resume_with_other_settings_shows_both_and_stops(tiny_checkpoint, tmp_path, policy, method, says):
+    out = tmp_path / "out"
+    kill_after(1, tiny_checkpoint, out)
+    before = files(out.with_name("out.partial"))
+    with pytest.raises(KizamiError, match=says) as e:
+        convert(tiny_checkpoint, out, policy, method)
+    assert e.value.code == "resume_mismatch"
+    assert files(out.with_name("out.partial")) == before
+
+
+def test_a_resume_from_another_source_is_refused(tiny_checkpoint, tmp_path):
+    out = tmp_path / "out"
+    kill_after(1, tiny_checkpoint, out)
+    other = make_cases.tiny()
+    other.config["rope_theta"] = 1.0
+    with pytest.raises(KizamiError, match=r"source\.config_sha256"):
+        convert(other.save(tmp_path / "other"), out)
+
+
+def test_restart_throws_the_unfinished_work_away(tiny_checkpoint, tmp_path):
+    out = tmp_path / "out"
+    kill_after(1, tiny_checkpoint, out)
+    events = []
+    convert(tiny_checkpoint, out, replace(SMALL_SHARDS, group_size=64), restart=True, on_event=events.append)
+    assert events[0].resumed == 0
+    assert (
+        json.loads((out / "config.json").read_bytes())["quantization_config"]["config_groups"]["group_0"]["weights"][
+            "group_size"
+        ]
+        == 64
+    )
+
+
+def test_restart_removes_nothing_that_kizami_did_not_make(tiny_checkpoint, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "thesis.tex").write_text("years of work")
+    with pytest.raises(KizamiError, match="no journal of kizami"):
+        convert(tiny_checkpoint, tmp_path / "out", restart=True)
+    assert (partial / "thesis.tex").read_text() == "years of work"
+
+
+def test_two_runs_cannot_share_a_folder(tiny_checkpoint, tmp_path):
+    checkpoint, plan = plan_of(tiny_checkpoint)
+    seen = []
+
+    def second_run(event):
+        if isinstance(event, ShardDone) and not seen:
+            with pytest.raises(KizamiError, match="another kizami is writing there") as e:
+                run(plan, checkpoint, tmp_path / "out", restart=True)
+            seen.append(e.value.code)
+
+    run(plan, checkpoint, tmp_path / "out", workers=1, on_event=second_run)
+    assert seen == ["locked"]
+    assert (tmp_path / "out" / "kizami.json").exists()
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path):
+    source = make_cases.tiny().save(tmp_path / "src")
+    checkpoint, plan = plan_of(source)
+
+    def touch(event):
+        if isinstance(event, Started):
+            path = source / "model-00002-of-00003.safetensors"
+            os.utime(path, ns=(1, 1))
+
+    with pytest.raises(KizamiError) as e:
+        run(plan, checkpoint, tmp_path / "out", on_event=touch)
+    assert e.value.code == "source_changed"
+    assert e.value.file == "model-00002-of-00003.safetensors"
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_room_is_said_before_the_first_byte(tiny_checkpoint, tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    with pytest.raises(KizamiError, match=r"bytes are still to be written, and 1,000,000 are free") as e:
+        convert(tiny_checkpoint, tmp_path / "out")
+    assert e.value.code == "disk_full"
+    assert not list((tmp_path / "out.partial").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("place", ["", "sub"])
+def test_out_may_not_be_the_source_nor_inside_it(tmp_path, place):
+    source = make_cases.tiny().save(tmp_path / "src")
+    before = files(source)
+    with pytest.raises(KizamiError):
+        convert(source, source / place)
+    assert files(source) == before
+    assert not (tmp_path / "src.partial").exists()
+
+
+def test_an_output_that_is_there_is_never_touched(tiny_checkpoint, clean):
+    before = files(clean)
+    for restart in (False, True):
+        with pytest.raises(KizamiError, match="not empty"):
+            convert(tiny_checkpoint, clean, restart=restart)
+    assert files(clean) == before
+
+
+def test_a_damaged_weight_names_file_tensor_row_and_column(tmp_path):
+    source = make_cases.tiny()
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    data = bytearray(source.tensors()[name].data)
+    data[5 * 256 + 7] = 0x7F
+    source.set(name, make_cases.Tensor("F8_E4M3", (128, 256), bytes(data)))
+    with pytest.raises(KizamiError) as e:
+        convert(source.save(tmp_path / "src"), tmp_path / "out")
+    assert e.value.tensor == name
+    assert e.value.file == "model-00002-of-00003.safetensors"
+    assert "row 5, column 7" in e.value.message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rest", ["bf16", "fp8"])
+def test_a_damaged_weight_that_is_not_packed_is_found_too(tmp_path, rest):
+    source = make_cases.tiny()
+    name = "model.layers.0.self_attn.o_proj.weight"
+    data = bytearray(source.tensors()[name].data)
+    data[-1] = 0xFF
+    source.set(name, make_cases.Tensor("F8_E4M3", (256, 128), bytes(data)))
+    with pytest.raises(KizamiError, match="row 255, column 127"):
+        convert(source.save(tmp_path / "src"), tmp_path / "out", Policy(rest=rest))
+
+
+def test_no_file_of_the_output_is_private_to_the_user(clean):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in clean.rglob("*") if path.is_file()} == {0o666 & ~umask}
+
+
+def test_the_manifest_holds_no_time_and_no_path(clean, tiny_checkpoint):
+    text = (clean / "kizami.json").read_text()
+    assert str(tiny_checkpoint) not in text
+    assert not {"time", "date", "seconds", "host"} & set(json.loads(text))
