@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kizami.cli import convert, demo, env, inspect, plan, report, verify
-from kizami.cli.command import examples
+from kizami.cli.command import Interrupted, Terminated, examples
 from kizami.cli.output import show_error
 from kizami.formats.errors import KizamiError
 
@@ -22,7 +22,8 @@ REPORT_BUG = (
 
 app = typer.Typer(
     name="kizami",
-    help="Convert Kimi, GLM and DeepSeek FP8 checkpoints to INT4, and prove that the result is right.",
+    help="Convert Kimi, GLM and DeepSeek FP8 checkpoints to INT4, and prove that the result is right.\n\n"
+    "Every long option can be set in the environment: --group-size 64 is KIZAMI_GROUP_SIZE=64.",
     epilog=examples("kizami demo", "kizami plan zai-org/GLM-5.2-FP8", "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/"),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -54,11 +55,7 @@ for _command in (
     report.COMMAND,
     env.COMMAND,
 ):
-    app.command(_command.name, epilog=_command.epilog)(_command.run)
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: the same clean stop as Ctrl-C, another exit code."""
+    app.command(_command.name, epilog=_command.epilog)(_command.stoppable)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -97,9 +94,10 @@ def _explain(error: BaseException, words: list[str]) -> int:
 def _classify(error: BaseException) -> tuple[int, KizamiError]:
     if isinstance(error, KizamiError):
         return REFUSED, error
-    if isinstance(error, KeyboardInterrupt):
-        code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
-        return code, KizamiError(str(error) or "interrupted", code="interrupted")
+    if isinstance(error, KeyboardInterrupt):  # before or after a command
+        error = Interrupted(error)
+    if isinstance(error, Interrupted):
+        return TERMINATED if error.terminated else INTERRUPTED, KizamiError(str(error), code="interrupted")
     if _is_usage(error):
         return REFUSED, _usage(error)
     if isinstance(error, MemoryError):

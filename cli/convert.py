@@ -164,6 +164,8 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     source, output = body["source"], body["output"]
     ui.heading(f"{body['out']}: {body['packed_modules']:,} modules packed, {body['scheme']}, --method {body['method']}")
     show_roles(ui, body["roles"])
+    if ui.verbose:
+        _show_every_tensor(ui, Path(body["out"]))
     side = body["side_files"]
     ui.say()
     ui.say(f"copied beside the weights: {_some(side['copied'])}")
@@ -180,6 +182,16 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     ratio = output["bytes"] / max(1, source["bytes"])
     ui.result(
         f"{gib(output['bytes'])}, {ratio:.3f} of the source, {output['bits_per_weight']:.2f} bits per weight{error}"
+    )
+
+
+def _show_every_tensor(ui: Ui, out: Path) -> None:
+    from kizami.quantize.report import read_report
+
+    ui.heading("every tensor")
+    ui.table(
+        ("action", "tensor", ">rel error", ">bytes"),
+        [(r["action"], r["name"], figure(r.get("rel_error")), f"{r['bytes']:,}") for r in read_report(out)],
     )
 
 

@@ -24,7 +24,7 @@ FormatName = Literal["text", "json", "markdown"]
 def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
     """A typer option with its environment variable: KIZAMI_ and the long spelling in capitals."""
     long = next(s for s in spellings if s.startswith("--"))
-    more.setdefault("show_default", False)
+    more = {"show_default": False, "show_envvar": False} | more  # one sentence says it for all: `kizami --help`
     if more.pop("flag", False):
         more["metavar"] = ""  # not "<bool>"
     variable = "KIZAMI_" + long.removeprefix("--").replace("-", "_").upper()
@@ -36,19 +36,18 @@ Source = Annotated[
     typer.Argument(
         metavar="SRC",
         show_default=False,
-        help="The FP8 checkpoint: a folder, or a Hub id org/name[@revision] that is in the local Hub cache.",
+        help="The FP8 checkpoint: a folder, or a Hub id (org/name or org/name@revision) in the local Hub cache.",
     ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="A folder that kizami convert wrote.")]
 
 GroupSize = Annotated[
     GroupSizeName | None,
-    option(
-        "--group-size", panel=WHAT, help="Weights that share a scale. Default 32, the layout Kimi ships.", metavar="G"
-    ),
+    option("--group-size", panel=WHAT, help="Weights that share a scale. Default 32, the layout Kimi ships."),
 ]
 Scheme = Annotated[
-    SchemeName | None, option("--scheme", panel=WHAT, help="The same choice by name: w4a16-g32, w4a16-g64, w4a16-g128.")
+    SchemeName | None,
+    option("--scheme", panel=WHAT, metavar="NAME", help="The same by name: w4a16-g32, w4a16-g64, w4a16-g128."),
 ]
 RestOption = Annotated[
     RestName, option("--rest", panel=WHAT, help="The other FP8 linears: bf16 decodes them (default), fp8 keeps them.")

@@ -92,7 +92,8 @@ def show_error(error: KizamiError, *, as_json: bool) -> None:
         fields = {key: getattr(error, key) for key in ("code", "message", "file", "tensor", "hint")}
         write_json("kizami.error/1", {"error": fields})
     else:
-        _print(sys.stderr, f"kizami: error: {error}", "bold red")
+        kind = "" if error.code == "interrupted" else "error: "
+        _print(sys.stderr, f"kizami: {kind}{error}", "bold red")
 
 
 def stderr_console() -> "Console":
@@ -128,7 +129,7 @@ def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for name in columns:
         right = name.startswith(">")
         table.add_column(

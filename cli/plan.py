@@ -188,7 +188,7 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     guess = body["estimate"]
     ui.say()
     ui.pairs([
-        ("estimate", f"{duration(guess['seconds'])} and {gib(guess['memory_bytes'])} of memory with --method "
+        ("estimate", f"{duration(max(1.0, guess['seconds']))} and {gib(guess['memory_bytes'])} of memory with --method "
          f"{guess['method']} on {guess['workers']} cores (rough)"),
         ("source", exact(source["bytes"])),
         ("output", f"{exact(output['bytes'])} in {output['shards']} files"),

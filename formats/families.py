@@ -49,7 +49,6 @@ _FUSED = frozenset({
     "gate_up_proj_scale_inv", "down_proj_scale_inv", "gate_up_proj_bias", "down_proj_bias",
 })  # fmt: skip
 _NORM = re.compile(r"(?:.*_)?norm\d*|.*layernorm\d*|enorm|hnorm|ln(?:_\w+)?", re.ASCII)
-_LAYER_WORDS = frozenset({"layers", "blocks", "block", "h", "layer"})
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 FUSED_EXPERTS = "fused_experts"
@@ -249,7 +248,10 @@ def find_family(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Family
     nextn = _count(text_config, "num_nextn_predict_layers")
     known = top in KNOWN_FAMILIES or (top is None and inner in KNOWN_FAMILIES)
     facts = _scan(names)
-    mtp = {i for i in facts.layers if i >= layers} if layers is not None else facts.joined_layers
+    if layers is None:
+        mtp = facts.joined_layers
+    else:
+        mtp = frozenset(i for i in facts.layers if i >= layers) | {layers + i for i in facts.mtp_indices}
     family = Family(top or inner or "", known, text_config, layers, facts.prefix, tuple(sorted(mtp)))
     return family, tuple(_warnings(family, facts, nextn))
 
@@ -258,6 +260,7 @@ def find_family(config: Mapping[str, Any], names: Iterable[str]) -> tuple[Family
 class _NameFacts:
     layers: frozenset[int]
     joined_layers: frozenset[int]  # layers with an eh_proj: next-token layers whatever the config says
+    mtp_indices: frozenset[int]  # i of `mtp.<i>.` and `mtp.layers.<i>.`
     prefix: str
     experts: bool
 
@@ -266,10 +269,14 @@ def _scan(names: Iterable[str]) -> _NameFacts:
     layers: set[int] = set()
     joined: set[int] = set()
     prefixes: dict[str, int] = {}
+    indices: set[int] = set()
     experts = False
     for name in names:
         parts = name.split(".")
         at = _layer_at(parts)
+        if "mtp" in parts[:at]:
+            number = parts[parts.index("mtp") + 1 if at is None else at + 1 :][:1]
+            indices |= {int(n) for n in number if _is_index(n)}
         if at is None or not _VISION.isdisjoint(parts[:at]) or "mtp" in parts[:at]:
             experts = experts or "experts" in parts
             continue
@@ -282,7 +289,7 @@ def _scan(names: Iterable[str]) -> _NameFacts:
             joined.add(layer)
         experts = experts or "experts" in parts
     prefix = max(prefixes, key=lambda p: (prefixes[p], p), default="")
-    return _NameFacts(frozenset(layers), frozenset(joined), prefix, experts)
+    return _NameFacts(frozenset(layers), frozenset(joined), frozenset(indices), prefix, experts)
 
 
 def _warnings(family: Family, facts: _NameFacts, nextn: int | None) -> Iterable[str]:

@@ -19,6 +19,7 @@ ROW_PARALLEL = frozenset({"down_proj", "w2", "o_proj"})  # split along K by tens
 
 _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _MAX_FRONT_MATTER_LINES = 400
+_MAX_LINE = 500  # characters; also bounds the work of the expressions below
 _MAX_TAGS = 40
 _OWN_TAGS = ("int4", "compressed-tensors", "kizami")
 _DROPPED_TAGS = frozenset({"fp8", "8-bit", "4-bit", "bf16"})  # they describe the source's weights
@@ -33,13 +34,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCI
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """Errors of one role's packed modules against the source: relative Frobenius error (mean, largest), SQNR in dB."""
+    """Errors of one role's packed modules against the source: relative Frobenius error (mean, largest), SQNR in dB.
+
+    sqnr_db is None where INT4 represents every weight exactly: the ratio is infinite.
+    """
 
     role: str
     modules: int
     mean_rel_error: float
     max_rel_error: float
-    sqnr_db: float
+    sqnr_db: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +102,13 @@ def render_card(source_readme: str | None, facts: CardFacts) -> str:
 
 def escape_markdown(text: str, limit: int = 200) -> str:
     """`text` as one line of literal Markdown: control characters shown as escapes, markup characters neutralised."""
-    line = re.sub(r"([\\`*_{}\[\]<>|~&$])", r"\\\1", printable(text, limit).strip(" "))
-    return re.sub(r"^([#+=-]|\d+(?=[.)]))", lambda start: _escape_start(start[1]), line)
+    return re.sub(r"([\\`*_{}\[\]<>|~&$])", r"\\\1", printable(text, limit).strip(" "))
 
 
-def _escape_start(start: str) -> str:
-    """A heading, a list item or an underline begins with these; a numbered item is broken before its dot."""
-    return f"{start}&#8203;" if start.isdigit() else f"\\{start}"
+def _paragraph(text: str) -> str:
+    """`text` as a line of its own: it can begin neither a heading nor a list."""
+    line = escape_markdown(text, 1000)
+    return re.sub(r"^(?:[#+=-]|\d+(?=[.)]))", lambda start: f"&#8203;{start[0]}", line)
 
 
 # ---------------------------------------------------------------------------------------------------- front matter
@@ -149,7 +153,7 @@ def _source_blocks(readme: str | None) -> dict[str, list[str]]:
 def _is_harmless(key: str, block: list[str]) -> bool:
     """A scalar, a quoted scalar or a one-line list after the key, or plain `- item` lines below it."""
     value = block[0].removeprefix(f"{key}:")
-    if value and not value.startswith(" "):
+    if max(map(len, block)) > _MAX_LINE or (value and not value.startswith(" ")):
         return False
     value = value.strip(" ")
     if value:
@@ -159,7 +163,7 @@ def _is_harmless(key: str, block: list[str]) -> bool:
 
 
 def _is_scalar(text: str) -> bool:
-    return len(text) <= 300 and _SCALAR.fullmatch(text) is not None and " #" not in text
+    return _SCALAR.fullmatch(text) is not None
 
 
 def _item(text: str) -> str | None:
@@ -219,7 +223,7 @@ def _errors(facts: CardFacts) -> list[str]:
     ]
     lines += [
         f"| {escape_markdown(row.role)} | {row.modules:,} | {row.mean_rel_error:.5f} | {row.max_rel_error:.5f} "
-        f"| {row.sqnr_db:.2f} |"
+        f"| {'exact' if row.sqnr_db is None else format(row.sqnr_db, '.2f')} |"
         for row in facts.errors
     ]
     return [*lines, "", "Per tensor: `kizami-report.jsonl`. Weight error is not task quality.", ""]
@@ -236,7 +240,7 @@ def _serving(facts: CardFacts) -> list[str]:
     )
     if facts.has_negative_scales:
         lines.append("Some group scales are negative (W = q * scale): the reader must multiply, not take magnitudes.")
-    lines += [escape_markdown(note, 1000) for note in facts.notes]
+    lines += [_paragraph(note) for note in facts.notes]
     return [*lines, ""]
 
 

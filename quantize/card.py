@@ -67,7 +67,9 @@ def command_line(policy: Policy, method: Method, base: str | None) -> str:
     words += [f"--targets '{pattern}'" for pattern in policy.targets]
     words += [f"--ignore '{pattern}'" for pattern in policy.ignore]
     if method.name == "search":
-        words.append(f"--clip-allowance {'none' if method.clip_allowance is None else format(method.clip_allowance, 'g')}")
+        words.append(
+            f"--clip-allowance {'none' if method.clip_allowance is None else format(method.clip_allowance, 'g')}"
+        )
         words += ["--scale-sign positive"] if method.scale_sign == "positive" else []
     if policy.max_shard_bytes != default.max_shard_bytes:
         words.append(f"--max-shard-size {policy.max_shard_bytes}")

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from kizami.quantize.plan import Plan
 from kizami.quantize.settings import MethodName
 
-# Source bytes per second on one core of a 2020s server CPU, reading and writing included, measured with this code.
-PACK_RATES: dict[MethodName, float] = {"search": 25e6, "minmax": 80e6, "signed": 80e6}
+# Bytes of source weights per second on one core (Xeon of 2023, this code, reading and writing included).
+PACK_RATES: dict[MethodName, float] = {"search": 150e6, "minmax": 200e6, "signed": 200e6}
 MOVE_RATE = 400e6  # decoded to BF16, copied or kept: bound by memory and disk
-BASE_BYTES = 300 << 20  # interpreter, numpy, numba and the compiled kernels
-WRITE_BYTES = 64 << 20  # write buffers and pieces that wait for their turn
+BASE_BYTES = 200 << 20  # interpreter, numpy, numba, compiled kernels, write buffers
+COPIES = 3  # of a packed tensor and its output, per worker: source, planes of the search, result waiting to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +25,4 @@ def estimate(plan: Plan, method: MethodName, workers: int) -> Estimate:
     moved = sum(step.weight.nbytes for step in plan.steps if step.action not in ("quantize", "drop"))
     largest = max((step.weight.nbytes + step.nbytes for step in plan.packed), default=0)
     seconds = (packed / PACK_RATES[method] + moved / MOVE_RATE) / workers
-    return Estimate(seconds, BASE_BYTES + WRITE_BYTES + 2 * workers * largest)
+    return Estimate(seconds, BASE_BYTES + COPIES * workers * largest)

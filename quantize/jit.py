@@ -18,7 +18,7 @@ from numba.core.caching import FunctionCache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SOURCES = ("jit.py", "rows.py", "scales.py", "kernels.py", "survey.py")
+_SOURCES = ("jit.py", "rows.py", "vectors.py", "scales.py", "kernels.py", "survey.py")
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]

@@ -1,41 +1,45 @@
-"""The two kernels that quantise a tensor row by row: `rule_rows` (minmax, signed) and `search_rows`."""
+"""The kernels that quantise a tensor: each goes through its rows and calls the passes of `rows` and `scales`."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kizami.quantize.jit import kernel
 from kizami.quantize.rows import (
     CHUNK,
-    LANES,
-    ZERO_GROUP_SCALE,
     Array,
+    add_squares,
+    add_top,
     bf16_bits,
     chunk_scales,
+    count_clipped,
     decode_row,
     e4m3,
+    errors_row,
+    group_maxima,
+    largest_bits,
     largest_codes,
-    largest_values,
-    measure_row,
-    measure_top,
+    largest_magnitude,
     minmax_codes,
     nearest_codes,
     pack_row,
+    spread,
 )
 from kizami.quantize.scales import (
-    SURROGATE,
-    UNITS,
-    byte_units,
+    CODE_UNITS,
+    COUNT,
+    VALUE_UNITS,
     choose,
-    float_units,
-    guard,
+    code_units,
+    fit_sums,
     minmax_scale,
     refit,
-    relative_weights,
+    relative_values,
     signed_scale,
-    sum_float,
-    sum_table,
-    table_offsets,
+    sum_codes,
+    sum_values,
+    value_units,
 )
 
 
@@ -53,187 +57,157 @@ class Source(NamedTuple):
 class Output(NamedTuple):
     """Results for the rows of a Source, and accumulators that go on from one Source to the next."""
 
-    packed: Array  # int32 [N, K/8]
-    scale: Array  # uint16 [N, K/g]
-    sums: Array  # float64 [3, LANES]: squares of W, of the error, of q*s
-    top: Array  # float64 [3]: count, squares of W and of the error over |W| >= threshold
-    largest: Array  # int32 [LANES]: bits of max |error|
-    clipped: Array  # int32 [LANES]
-    counts: Array  # int64 [2]: zero groups, negative scales
+    packed: NDArray[np.int32]  # [N, K/8]
+    scale: NDArray[np.uint16]  # [N, K/g]
+    sums: NDArray[np.float64]  # [3, K/4]: squares of W, of the error, of q*s
+    top: NDArray[np.float64]  # [3]: count, squares of W and of the error over |W| >= threshold
+    counts: NDArray[np.int64]  # [4]: zero groups, negative scales, clipped weights, bits of max |error|
 
 
 class Search(NamedTuple):
-    table: Array  # int32, flat
+    table: Array  # uint16, flat
     divisors: Array  # float64
+    minus: int
     reach_plus: float
     reach_minus: float
     positive_scale: bool
-
-
-class Scratch(NamedTuple):
-    """Of one row: per column, then per chunk."""
-
-    w: Array
-    bits: Array  # w as int32
-    codes: Array
-    block_scale: Array
-    step: Array
-    peak: Array
-    positive: Array  # largest positive weight, float32
-    negative: Array  # largest magnitude of a negative weight
-    positive_code: Array  # int8
-    negative_code: Array
-    positive_bits: Array  # positive and negative as int32
-    negative_bits: Array
-
-
-@kernel
-def new_scratch(columns: int) -> Scratch:
-    chunks = columns // CHUNK
-    w = np.empty(columns, np.float32)
-    positive = np.empty(chunks, np.float32)
-    negative = np.empty(chunks, np.float32)
-    return Scratch(
-        w,
-        w.view(np.int32),
-        np.empty(columns, np.uint8),
-        np.empty(chunks, np.float32),
-        np.empty(chunks, np.float32),
-        np.empty(chunks, np.float32),
-        positive,
-        negative,
-        np.empty(chunks, np.int8),
-        np.empty(chunks, np.int8),
-        positive.view(np.int32),
-        negative.view(np.int32),
-    )
-
-
-@kernel
-def load_row(source: Source, r: int, t: Scratch) -> None:
-    """Row r as float32, and its extremes per chunk."""
-    if source.codes.shape[0]:
-        if r % source.b0 == 0:
-            chunk_scales(source.grid[r // source.b0], source.b1, t.block_scale)
-        decode_row(source.codes[r], t.block_scale, t.w)
-        largest_codes(source.signed[r], t.positive_code, t.negative_code)
-        for c in range(t.peak.size):
-            t.positive[c] = e4m3(t.positive_code[c]) * t.block_scale[c]
-            t.negative[c] = e4m3(t.negative_code[c]) * t.block_scale[c]
-    else:
-        t.w[:] = source.values[r]
-        largest_values(t.bits, t.positive_bits, t.negative_bits)
-    for c in range(t.peak.size):
-        t.peak[c] = max(t.positive[c], t.negative[c])
-
-
-@kernel
-def extremes(positive: Array, negative: Array, begin: int, end: int) -> tuple[Any, Any]:
-    """Over the chunks of a group."""
-    p, n = positive[begin], negative[begin]
-    for c in range(begin + 1, end):
-        p = max(p, positive[c])
-        n = max(n, negative[c])
-    return p, n
-
-
-@kernel
-def store_scale(s: Any, r: int, k: int, per_group: int, t: Scratch, out: Output) -> None:
-    out.scale[r, k] = bf16_bits(s)
-    out.counts[1] += s < 0
-    for c in range(k * per_group, (k + 1) * per_group):
-        t.step[c] = s
-
-
-@kernel
-def finish_row(r: int, t: Scratch, threshold: Any, out: Output) -> None:
-    pack_row(t.codes, out.packed[r])
-    measure_row(t.w, t.step, t.codes, out.sums, out.largest, out.clipped)
-    measure_top(t.w, t.step, t.codes, t.peak, threshold, out.top)
-
-
-@kernel
-def rule_rows(source: Source, g: int, is_minmax: bool, threshold: Any, out: Output) -> None:
-    rows, groups = out.scale.shape
-    per_group = g // CHUNK
-    t = new_scratch(out.packed.shape[1] * 8)
-    for r in range(rows):
-        load_row(source, r, t)
-        for k in range(groups):
-            p, n = extremes(t.positive, t.negative, k * per_group, (k + 1) * per_group)
-            m = max(p, n)
-            s = minmax_scale(m) if is_minmax else signed_scale(p, n)
-            if m == 0:
-                s = ZERO_GROUP_SCALE
-                out.counts[0] += 1
-            store_scale(s, r, k, per_group, t, out)
-        if is_minmax:
-            minmax_codes(t.w, t.step, t.codes)
-        else:
-            nearest_codes(t.w, t.step, t.codes)
-        finish_row(r, t, threshold, out)
-
-
-@kernel
-def search_group(
-    source: Source, search: Search, r: int, begin: int, end: int, t: Scratch, offsets: Array, units: Array,
-    relative: Array, errors: Array,
-) -> Any:  # fmt: skip
-    """Scale of the columns begin..end of row r (not all zero): lookup or sums over all candidates, then one refit."""
-    first, last = begin // CHUNK, end // CHUNK
-    p, n = extremes(t.positive, t.negative, first, last)
-    m = max(p, n)
-    count = search.divisors.size
-    if source.codes.shape[0]:
-        p_code, n_code = extremes(t.positive_code, t.negative_code, first, last)
-        flip = 128 if n_code > p_code else 0
-        table_offsets(source.codes[r], begin, end, np.int64(max(p_code, n_code)), flip, count, offsets)
-        for j in range(0, count, 16):
-            sum_table(search.table, offsets, begin, end, j, errors)
-        byte_units(source.codes[r], begin, end, units)
-        unit = np.float64(t.block_scale[first]) / np.float64(UNITS)
-    else:
-        relative_weights(t.w, begin, end, -m if n > p else m, relative)
-        sum_float(relative, begin, end, search.divisors, errors)
-        float_units(relative, begin, end, units)
-        unit = np.float64(-m if n > p else m) / np.float64(SURROGATE)
-    d = choose(errors, search.divisors, p, n, search.reach_plus, search.positive_scale)
-    s = guard((-np.float64(m) if n > p else np.float64(m)) / d, p, n, search.reach_plus, search.reach_minus)
-    ratio = refit(t.w, units, begin, end, s)
-    if ratio != 0:
-        s = guard(unit * ratio, p, n, search.reach_plus, search.reach_minus)
-    return s
-
-
-@kernel
-def search_rows(source: Source, g: int, search: Search, threshold: Any, out: Output) -> None:
-    rows, groups = out.scale.shape
-    per_group = g // CHUNK
-    columns = out.packed.shape[1] * 8
-    t = new_scratch(columns)
-    offsets, units = np.empty(columns, np.int32), np.empty(columns, np.int32)
-    relative, errors = np.empty(columns, np.float32), np.empty(search.divisors.size, np.float64)
-    for r in range(rows):
-        load_row(source, r, t)
-        for k in range(groups):
-            p, n = extremes(t.positive, t.negative, k * per_group, (k + 1) * per_group)
-            if max(p, n) == 0:
-                s = ZERO_GROUP_SCALE
-                out.counts[0] += 1
-            else:
-                s = search_group(source, search, r, k * g, (k + 1) * g, t, offsets, units, relative, errors)
-            store_scale(s, r, k, per_group, t, out)
-        nearest_codes(t.w, t.step, t.codes)
-        finish_row(r, t, threshold, out)
 
 
 def new_output(rows: int, columns: int, group_size: int) -> Output:
     return Output(
         np.empty((rows, columns // 8), np.int32),
         np.empty((rows, columns // group_size), np.uint16),
-        np.zeros((3, LANES)),
+        np.zeros((3, columns // 4)),
         np.zeros(3),
-        np.zeros(LANES, np.int32),
-        np.zeros(LANES, np.int32),
-        np.zeros(2, np.int64),
+        np.zeros(4, np.int64),
     )
+
+
+@kernel
+def finish_row(
+    w: Array, scale: Array, step: Array, codes: Array, restored: Array, error: Array, error_bits: Array,
+    positive: Array, negative: Array, threshold: Any, r: int, out: Any,
+) -> None:  # fmt: skip
+    """Pack the codes, store the scales, measure. positive, negative: largest magnitude per chunk."""
+    pack_row(codes, out.packed[r])
+    for k in range(scale.size):
+        out.scale[r, k] = bf16_bits(scale[k])
+        out.counts[1] += scale[k] < 0
+    errors_row(w, step, codes, restored, error)
+    add_squares(w, out.sums[0])
+    add_squares(error, out.sums[1])
+    add_squares(restored, out.sums[2])
+    out.counts[2] += count_clipped(w, step, positive, negative)
+    out.counts[3] = max(out.counts[3], np.int64(largest_magnitude(error_bits)))
+    add_top(w, error, positive, negative, threshold, out.top)
+
+
+@kernel
+def load_codes(
+    codes: Array, signed_bytes: Array, block_scale: Array, w: Array, positive_code: Array, negative_code: Array,
+    positive: Array, negative: Array,
+) -> None:  # fmt: skip
+    """A row of e4m3 codes to float32, and per chunk the largest code and weight of each sign."""
+    decode_row(codes, block_scale, w)
+    largest_codes(signed_bytes, positive_code, negative_code)
+    for c in range(positive.size):
+        positive[c] = e4m3(positive_code[c]) * block_scale[c]
+        negative[c] = e4m3(negative_code[c]) * block_scale[c]
+
+
+@kernel
+def rule_rows(source: Any, g: int, is_minmax: bool, threshold: Any, out: Any) -> None:
+    """`minmax` or `signed`."""
+    rows, groups = out.scale.shape
+    columns = out.packed.shape[1] * 8
+    w, restored, error = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
+    bits, error_bits, codes = w.view(np.int32), error.view(np.int32), np.empty(columns, np.uint8)
+    chunks = np.empty((4, columns // CHUNK), np.float32)
+    step, block_scale, positive, negative = chunks[0], chunks[1], chunks[2], chunks[3]
+    code_maxima, bit_maxima = np.empty((2, columns // CHUNK), np.int32), chunks.view(np.int32)
+    group_positive, group_negative, scale = (
+        np.empty(groups, np.float32),
+        np.empty(groups, np.float32),
+        np.empty(groups, np.float32),
+    )
+    for r in range(rows):
+        if source.codes.shape[0]:
+            if r % source.b0 == 0:
+                chunk_scales(source.grid[r // source.b0], source.b1, block_scale)
+            load_codes(
+                source.codes[r], source.signed[r], block_scale, w, code_maxima[0], code_maxima[1], positive, negative
+            )
+        else:
+            w[:] = source.values[r]
+            largest_bits(bits, bit_maxima[2], bit_maxima[3])
+        group_maxima(positive, group_positive)
+        group_maxima(negative, group_negative)
+        for k in range(groups):
+            p, n = group_positive[k], group_negative[k]
+            out.counts[0] += max(p, n) == 0
+            scale[k] = minmax_scale(p, n) if is_minmax else signed_scale(p, n)
+        spread(scale, step)
+        if is_minmax:
+            minmax_codes(w, step, codes)
+        else:
+            nearest_codes(w, step, codes)
+        finish_row(w, scale, step, codes, restored, error, error_bits, positive, negative, threshold, r, out)
+
+
+@kernel
+def search_rows(source: Any, g: int, search: Any, threshold: Any, out: Any) -> None:
+    """`search`: sums for all candidates, the best one, one refit."""
+    rows, groups = out.scale.shape
+    columns = out.packed.shape[1] * 8
+    per_group = g // CHUNK
+    w, restored, error = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
+    bits, error_bits, codes = w.view(np.int32), error.view(np.int32), np.empty(columns, np.uint8)
+    chunks = np.empty((4, columns // CHUNK), np.float32)
+    step, block_scale, positive, negative = chunks[0], chunks[1], chunks[2], chunks[3]
+    code_maxima, bit_maxima = np.empty((2, columns // CHUNK), np.int32), chunks.view(np.int32)
+    group_positive, group_negative, scale = (
+        np.empty(groups, np.float32),
+        np.empty(groups, np.float32),
+        np.empty(groups, np.float32),
+    )
+    group_codes, fit = np.empty((2, groups), np.int32), np.empty((2, columns // CHUNK), np.int32)
+    unit, sums = np.empty(groups, np.float64), np.empty((groups, COUNT), np.int32)
+    offsets, units, relative = np.empty(columns, np.int32), np.empty(columns, np.int32), np.empty(columns, np.float32)
+    for r in range(rows):
+        if source.codes.shape[0]:
+            if r % source.b0 == 0:
+                chunk_scales(source.grid[r // source.b0], source.b1, block_scale)
+            load_codes(
+                source.codes[r], source.signed[r], block_scale, w, code_maxima[0], code_maxima[1], positive, negative
+            )
+        else:
+            w[:] = source.values[r]
+            largest_bits(bits, bit_maxima[2], bit_maxima[3])
+        group_maxima(positive, group_positive)
+        group_maxima(negative, group_negative)
+        if source.codes.shape[0]:
+            group_maxima(code_maxima[0], group_codes[0])
+            group_maxima(code_maxima[1], group_codes[1])
+            sum_codes(source.codes[r], group_codes[0], group_codes[1], search.table, offsets, sums)
+            code_units(source.codes[r], units)
+            for k in range(groups):
+                unit[k] = np.float64(block_scale[k * per_group]) / np.float64(CODE_UNITS)
+        else:
+            relative_values(w, group_positive, group_negative, relative)
+            sum_values(relative, search.divisors, sums)
+            value_units(relative, units)
+            for k in range(groups):
+                p, n = np.float64(group_positive[k]), np.float64(group_negative[k])
+                unit[k] = (-n if n > p else p) / np.float64(VALUE_UNITS)
+        for k in range(groups):
+            out.counts[0] += max(group_positive[k], group_negative[k]) == 0
+        choose(
+            sums, search.divisors, search.minus, group_positive, group_negative,
+            search.reach_plus, search.reach_minus, search.positive_scale, scale,
+        )  # fmt: skip
+        spread(scale, step)
+        fit_sums(w, units, step, fit[0], fit[1])
+        refit(fit[0], fit[1], unit, group_positive, group_negative, search.reach_plus, search.reach_minus, scale)
+        spread(scale, step)
+        nearest_codes(w, step, codes)
+        finish_row(w, scale, step, codes, restored, error, error_bits, positive, negative, threshold, r, out)

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from kizami.quantize import survey
 from kizami.quantize.kernels import Output, Search, Source, new_output, rule_rows, search_rows
 from kizami.quantize.metrics import ErrorSums
-from kizami.quantize.rows import CHUNK
-from kizami.quantize.search_tables import candidates, error_table
+from kizami.quantize.search_tables import MINUS, candidates, error_table
 from kizami.quantize.settings import GROUP_SIZES, Method
 
 TILE = 1 << 18  # float32 values held at a time where a source has to be widened
@@ -73,7 +72,9 @@ def quantize_linear(
         else:
             threshold = _survey_values(weight, grid, block, tiles)
             for first, values in tiles():
-                part = out._replace(packed=out.packed[first : first + len(values)], scale=out.scale[first:][: len(values)])
+                part = out._replace(
+                    packed=out.packed[first : first + len(values)], scale=out.scale[first:][: len(values)]
+                )
                 source = Source(_NO_CODES, _NO_CODES.view(np.int8), values, _NO_GRID, 1, 1)
                 _quantize_rows(source, group_size, method, threshold, part)
     return PackedLinear(out.packed, out.scale, _sums(out, weight.size))
@@ -217,7 +218,7 @@ def _quantize_rows(source: Source, group_size: int, method: Method, threshold: n
     chosen = candidates(group_size, method.clip_allowance)
     table = error_table(group_size, method.clip_allowance).reshape(-1)
     positive = method.scale_sign == "positive"
-    search = Search(table, chosen.divisors, chosen.reach_plus, chosen.reach_minus, positive)
+    search = Search(table, chosen.divisors, MINUS, chosen.reach_plus, chosen.reach_minus, positive)
     search_rows(source, group_size, search, threshold, out)
 
 
@@ -231,8 +232,8 @@ def _sums(out: Output, n: int) -> ErrorSums:
         top_n=int(out.top[0]),
         top_w2=float(out.top[1]),
         top_e2=float(out.top[2]),
-        max_abs_error=float(out.largest.max().view(np.float32)),
-        clipped=int(out.clipped.sum()),
+        max_abs_error=float(np.uint32(out.counts[3]).view(np.float32)),
+        clipped=int(out.counts[2]),
         groups=out.scale.size,
         zero_groups=int(out.counts[0]),
         negative_scales=int(out.counts[1]),
@@ -241,7 +242,10 @@ def _sums(out: Output, n: int) -> ErrorSums:
 
 def _add_lanes(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
     """In this order; NumPy's own order depends on the CPU."""
-    while lanes.shape[1] > 1:
+    while lanes.shape[1] % 2 == 0 and lanes.shape[1]:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0]
+    total = np.zeros(lanes.shape[0])
+    for lane in lanes.T:
+        total += lane
+    return total

@@ -13,6 +13,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import file_sha256
 from kizami.formats.reader import TensorReader
+from kizami.quantize.allocator import return_large_blocks
 from kizami.quantize.executor import available_cores
 from kizami.quantize.finish import finish
 from kizami.quantize.journal import FOLDER, JOURNAL, Journal, ShardRecord
@@ -63,6 +64,7 @@ def run(
 
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """
+    return_large_blocks()
     partial = prepare_folders(checkpoint.root, out)
     journal = Journal.open(partial, plan.identity | {"plan_hash": plan.hash}, restart=restart)
     try:

@@ -1,8 +1,9 @@
 """Passes over one row of weights, shared by every method.
 
-All work in pieces of `CHUNK` columns: every group size is a multiple of it, and a constant trip count is what makes
-the compiler vectorise (one loop per group is three times slower). A pass is elementwise or sums integers, or adds
-floats in a written order, so results do not depend on vector width. Scales come once per chunk (`step`).
+A pass is either a long loop over the row or works in chunks of `CHUNK` columns: every group size is a multiple of
+it, and a constant trip count is what makes the compiler vectorise (one loop per group is three times slower). A pass
+is elementwise, or sums integers, or adds floats in a written order, so results do not depend on vector width.
+`step` is the scale of each chunk.
 """
 
 from typing import Any
@@ -11,17 +12,15 @@ import numpy as np
 
 from kizami.quantize.jit import kernel
 
-Array = Any  # numba types the kernels; numpy.typing would only slow reading down
+Array = Any  # numba types the kernels
 
 CHUNK = 32
-LANES = 8
 E4M3_BIAS = np.float32(2.0**120)  # e4m3 bits moved to float32's exponent field are 2^-120 of the value
 ROUND = np.float32(12582920.0)  # 1.5 * 2^23 + 8: adding it rounds to integer, ties to even; the low byte is q + 8
+ROUND_BITS = np.int32(0x4B400008)
 HIGHEST = np.float32(7)
 LOWEST = np.float32(-8)
 ABS = np.int32(0x7FFFFFFF)
-SMALLEST_SCALE = np.float32(2.0**-126)  # smallest normal float32: below it scales lose bits, codes are no longer exact
-ZERO_GROUP_SCALE = np.float32(2.0**-7)  # BF16 eps, compressed-tensors' value
 
 
 @kernel
@@ -63,7 +62,7 @@ def decode_row(codes: Array, scale: Array, w: Array) -> None:
 
 @kernel
 def largest_codes(signed_bytes: Array, positive: Array, negative: Array) -> None:
-    """Per chunk the largest magnitude code (0..126) of each sign; int8 in and out. -0.0 counts as 0."""
+    """Per chunk the largest magnitude code (0..126) of each sign; int8 bytes in, int32 out. -0.0 counts as 0."""
     for c in range(positive.size):
         o = c * CHUNK
         p = np.int8(0)
@@ -77,7 +76,7 @@ def largest_codes(signed_bytes: Array, positive: Array, negative: Array) -> None
 
 
 @kernel
-def largest_values(w_bits: Array, positive: Array, negative: Array) -> None:
+def largest_bits(w_bits: Array, positive: Array, negative: Array) -> None:
     """The same for float32 weights, seen as int32: bits of non-negative floats are in the order of their values."""
     for c in range(positive.size):
         o = c * CHUNK
@@ -89,6 +88,24 @@ def largest_values(w_bits: Array, positive: Array, negative: Array) -> None:
             n = max(n, np.int32(x ^ np.int32(-0x80000000)))
         positive[c] = p
         negative[c] = n
+
+
+@kernel
+def group_maxima(chunks: Array, groups: Array) -> None:
+    per_group = chunks.size // groups.size
+    for k in range(groups.size):
+        m = chunks[k * per_group]
+        for c in range(k * per_group + 1, (k + 1) * per_group):
+            m = max(m, chunks[c])
+        groups[k] = m
+
+
+@kernel
+def spread(groups: Array, chunks: Array) -> None:
+    """The value of each group to all its chunks."""
+    per_group = chunks.size // groups.size
+    for c in range(chunks.size):
+        chunks[c] = groups[c // per_group]
 
 
 @kernel
@@ -125,39 +142,59 @@ def pack_row(codes: Array, words: Array) -> None:
 
 
 @kernel
-def measure_row(w: Array, step: Array, codes: Array, sums: Array, largest: Array, clipped: Array) -> None:
-    """Add the row's squares to the lanes `sums` [3, LANES] of W, error, q*s.
-
-    q*s is exact in float32, and so is the difference where the code is the nearest one (Sterbenz).
-    """
+def errors_row(w: Array, step: Array, codes: Array, restored: Array, error: Array) -> None:
+    """q*s is exact in float32, and so is W - q*s where the code is the nearest one (Sterbenz)."""
     for c in range(step.size):
         s = step[c]
-        high = max(np.float32(7.5) * s, np.float32(-8.5) * s)
-        low = min(np.float32(7.5) * s, np.float32(-8.5) * s)
         o = c * CHUNK
-        for i in range(LANES):
-            for k in range(CHUNK // LANES):
-                j = o + i + k * LANES
-                x = w[j]
-                y = np.float32(np.int32(codes[j]) - np.int32(8)) * s
-                e = x - y
-                sums[0, i] += np.float64(x) * np.float64(x)
-                sums[1, i] += np.float64(e) * np.float64(e)
-                sums[2, i] += np.float64(y) * np.float64(y)
-                largest[i] = max(largest[i], np.int32(np.float32(e).view(np.int32) & ABS))
-                clipped[i] += np.int32(x > high) + np.int32(x < low)
+        for i in range(CHUNK):
+            y = np.float32(np.int32(codes[o + i]) - np.int32(8)) * s
+            restored[o + i] = y
+            error[o + i] = w[o + i] - y
 
 
 @kernel
-def measure_top(w: Array, step: Array, codes: Array, peak: Array, threshold: Any, top: Array) -> None:
-    """Add n, squares of W and of the error over |W| >= threshold to `top` [3]; `peak` is max |W| of each chunk."""
+def add_squares(x: Array, sums: Array) -> None:
+    """Column i of each quarter of the row goes to sums[i], float64."""
+    n = sums.size
+    for i in range(n):
+        a, b = np.float64(x[i]), np.float64(x[i + n])
+        c, d = np.float64(x[i + 2 * n]), np.float64(x[i + 3 * n])
+        sums[i] += (a * a + b * b) + (c * c + d * d)
+
+
+@kernel
+def largest_magnitude(bits: Array) -> Any:
+    """Bits of the largest |x| of float32 x seen as int32."""
+    m = np.int32(0)
+    for i in range(bits.size):
+        m = max(m, np.int32(bits[i] & ABS))
+    return m
+
+
+@kernel
+def count_clipped(w: Array, step: Array, positive: Array, negative: Array) -> int:
+    """Weights outside [-8.5 s, 7.5 s]; both bounds are exact in float32. Few chunks have to be looked through."""
+    total = 0
     for c in range(step.size):
-        if peak[c] >= threshold:
-            s = step[c]
+        a, b = np.float32(7.5) * step[c], np.float32(-8.5) * step[c]
+        high, low = max(a, b), min(a, b)
+        if positive[c] > high or -negative[c] < low:
+            o = c * CHUNK
+            n = np.int32(0)
+            for i in range(CHUNK):
+                n = np.int32(n + np.int32(w[o + i] > high) + np.int32(w[o + i] < low))
+            total += n
+    return total
+
+
+@kernel
+def add_top(w: Array, error: Array, positive: Array, negative: Array, threshold: Any, top: Array) -> None:
+    """Add count, squares of W and of the error over |W| >= threshold to top [3]."""
+    for c in range(positive.size):
+        if max(positive[c], negative[c]) >= threshold:
             for j in range(c * CHUNK, (c + 1) * CHUNK):
-                x = w[j]
-                if abs(x) >= threshold:
-                    e = np.float64(x) - np.float64(np.int32(codes[j]) - np.int32(8)) * np.float64(s)
+                if abs(w[j]) >= threshold:
                     top[0] += 1.0
-                    top[1] += np.float64(x) * np.float64(x)
-                    top[2] += e * e
+                    top[1] += np.float64(w[j]) * np.float64(w[j])
+                    top[2] += np.float64(error[j]) * np.float64(error[j])

@@ -1,39 +1,35 @@
-"""Scale rules for one group: `minmax`, `signed`, and the parts of `search` (int4-algorithms sections 3, 4, 6)."""
+"""Scale rules: `minmax`, `signed`, and the steps of `search` (int4-algorithms sections 3, 4, 6), a row of groups at a time."""
 
 from typing import Any
 
 import numpy as np
 
 from kizami.quantize.jit import kernel
-from kizami.quantize.rows import (
-    CHUNK,
-    HIGHEST,
-    LOWEST,
-    ROUND,
-    SMALLEST_SCALE,
-    ZERO_GROUP_SCALE,
-    Array,
-    e4m3,
-    round_bf16,
-)
+from kizami.quantize.rows import CHUNK, HIGHEST, LOWEST, ROUND, ROUND_BITS, Array, e4m3, round_bf16
+from kizami.quantize.vectors import COUNT, sum_table_rows
 
-UNITS = np.float32(512)  # 512 * V[b] is an integer for every e4m3 byte
-SURROGATE = np.float32(2.0**20)  # float sources: integer weights rint(w/m * 2^20), so that sums over a group are exact
-ROUND_BITS = np.int32(0x4B400008)  # of ROUND
-FLOAT_QUANTUM = np.float32(2.0**18)  # of a squared error in steps; 128 * (11 - 8)^2 of them stay below 2^31
+SMALLEST_SCALE = np.float32(2.0**-126)  # smallest normal float32: below it scales lose bits, codes are no longer exact
+ZERO_GROUP_SCALE = np.float32(2.0**-7)  # BF16 eps, compressed-tensors' value
+CODE_UNITS = np.float32(512)  # 512 * V[b] is an integer for every e4m3 byte b
+VALUE_UNITS = np.float32(2.0**20)  # float sources: integers rint(w/m * 2^20), so that sums over a group are exact
+VALUE_QUANTUM = np.float32(2.0**18)  # squared error in steps; 128 * (11 - 7)^2 of them stay below 2^31
+INDEX_BITS = 6  # of a candidate: COUNT = 48
 
 
 @kernel
-def minmax_scale(m: Any) -> Any:
+def minmax_scale(positive: Any, negative: Any) -> Any:
     """compressed-tensors: bf16(absmax / 7.5) of the BF16 weight, BF16 eps where that is 0."""
-    s = round_bf16(round_bf16(m) / np.float32(7.5))
+    s = round_bf16(round_bf16(max(positive, negative)) / np.float32(7.5))
     return s if s != 0 else ZERO_GROUP_SCALE
 
 
 @kernel
 def signed_scale(positive: Any, negative: Any) -> Any:
-    """-m/8 for the weight m of largest magnitude; the positive one where both signs occur."""
-    s = max(round_bf16(max(positive, negative) * np.float32(0.125)), SMALLEST_SCALE)
+    """-m/8 for the weight m of largest magnitude, the positive one where both signs have it."""
+    m = max(positive, negative)
+    if m == 0:
+        return ZERO_GROUP_SCALE
+    s = max(round_bf16(m * np.float32(0.125)), SMALLEST_SCALE)
     return s if negative > positive else -s
 
 
@@ -56,120 +52,101 @@ def guard(s: float, positive: Any, negative: Any, reach_plus: float, reach_minus
 
 
 @kernel
-def table_offsets(codes: Array, begin: int, end: int, top: int, flip: int, count: int, offsets: Array) -> None:
-    base = np.int32(top * 256)
-    for i in range(begin, end):
-        offsets[i] = np.int32((base + (np.int32(codes[i]) ^ np.int32(flip))) * np.int32(count))
-
-
-@kernel
-def sum_table(table: Array, offsets: Array, begin: int, end: int, first: int, errors: Array) -> None:
-    """errors[first : first + 16] = sums of table rows. Sixteen named sums stay in registers, an array would not."""
-    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.int32(0)
-    b0 = b1 = b2 = b3 = b4 = b5 = b6 = b7 = np.int32(0)
-    for i in range(begin, end):
-        o = offsets[i] + first
-        a0 = np.int32(a0 + table[o])
-        a1 = np.int32(a1 + table[o + 1])
-        a2 = np.int32(a2 + table[o + 2])
-        a3 = np.int32(a3 + table[o + 3])
-        a4 = np.int32(a4 + table[o + 4])
-        a5 = np.int32(a5 + table[o + 5])
-        a6 = np.int32(a6 + table[o + 6])
-        a7 = np.int32(a7 + table[o + 7])
-        b0 = np.int32(b0 + table[o + 8])
-        b1 = np.int32(b1 + table[o + 9])
-        b2 = np.int32(b2 + table[o + 10])
-        b3 = np.int32(b3 + table[o + 11])
-        b4 = np.int32(b4 + table[o + 12])
-        b5 = np.int32(b5 + table[o + 13])
-        b6 = np.int32(b6 + table[o + 14])
-        b7 = np.int32(b7 + table[o + 15])
-    errors[first] = a0
-    errors[first + 1] = a1
-    errors[first + 2] = a2
-    errors[first + 3] = a3
-    errors[first + 4] = a4
-    errors[first + 5] = a5
-    errors[first + 6] = a6
-    errors[first + 7] = a7
-    errors[first + 8] = b0
-    errors[first + 9] = b1
-    errors[first + 10] = b2
-    errors[first + 11] = b3
-    errors[first + 12] = b4
-    errors[first + 13] = b5
-    errors[first + 14] = b6
-    errors[first + 15] = b7
-
-
-@kernel
-def relative_weights(w: Array, begin: int, end: int, m: Any, relative: Array) -> None:
-    for i in range(begin, end):
-        relative[i] = w[i] / m
-
-
-@kernel
-def sum_float(relative: Array, begin: int, end: int, divisors: Array, errors: Array) -> None:
-    """The sums of `sum_table` from true values w/m instead of byte codes."""
-    for j in range(divisors.size):
-        d = np.float32(divisors[j])
-        total = 0
-        for o in range(begin, end, CHUNK):
-            part = np.int32(0)
+def sum_codes(codes: Array, positive: Array, negative: Array, table: Array, offsets: Array, sums: Array) -> None:
+    """sums [groups, COUNT]: error of each candidate; positive, negative: largest code of each sign per group."""
+    g = codes.size // positive.size
+    flat = sums.reshape(-1)
+    for k in range(positive.size):
+        flip = np.int32(128 if negative[k] > positive[k] else 0)  # codes relative to the sign of the extreme
+        base = np.int32(max(positive[k], negative[k]) << 8)
+        for o in range(k * g, (k + 1) * g, CHUNK):
             for i in range(CHUNK):
-                x = relative[o + i] * d
-                q = (min(max(x, LOWEST), HIGHEST) + ROUND) - ROUND
-                e = x - q
-                part = np.int32(part + np.int32(e * e * FLOAT_QUANTUM))
-            total += part
-        errors[j] = total / (divisors[j] * divisors[j])
+                offsets[o + i] = np.int32((base | (np.int32(codes[o + i]) ^ flip)) * np.int32(COUNT))
+        sum_table_rows(table, offsets, k * g, (k + 1) * g, flat, k * COUNT)
+
+
+@kernel
+def relative_values(w: Array, positive: Array, negative: Array, relative: Array) -> None:
+    """w/m, m the signed extreme of the group; unread where m = 0."""
+    g = w.size // positive.size
+    for k in range(positive.size):
+        m = -negative[k] if negative[k] > positive[k] else positive[k]
+        m = m if m != 0 else np.float32(1)
+        for i in range(k * g, (k + 1) * g):
+            relative[i] = w[i] / m
+
+
+@kernel
+def sum_values(relative: Array, divisors: Array, sums: Array) -> None:
+    """The same from true values, as integers relative to the square of the largest table cell's step, 1/5.6^2."""
+    g = relative.size // sums.shape[0]
+    for k in range(sums.shape[0]):
+        for j in range(COUNT):
+            d = np.float32(divisors[j])
+            total = 0
+            for o in range(k * g, (k + 1) * g, CHUNK):
+                part = np.int32(0)
+                for i in range(CHUNK):
+                    x = relative[o + i] * d
+                    q = (min(max(x, LOWEST), HIGHEST) + ROUND) - ROUND
+                    e = x - q
+                    part = np.int32(part + np.int32(e * e * VALUE_QUANTUM))
+                total += part
+            sums[k, j] = np.int32(np.rint(total / (divisors[j] * divisors[j])))
+
+
+@kernel
+def smallest(sums: Array, hole: int, resume: int, last: int) -> int:
+    """Index of the first smallest of sums[:hole] and sums[resume:last], by one minimum of value and index."""
+    best = np.int32(0x7FFFFFFF)
+    for j in range(COUNT):
+        allowed = (j < hole) | ((j >= resume) & (j < last))
+        best = min(best, np.int32((sums[j] << INDEX_BITS) | j) if allowed else np.int32(0x7FFFFFFF))
+    return np.int64(best & ((1 << INDEX_BITS) - 1))
 
 
 @kernel
 def choose(
-    errors: Array, divisors: Array, positive: Any, negative: Any, reach_plus: float, positive_scale: bool
-) -> float:
-    """The divisor of the first smallest error among the allowed candidates; 6.2's scalar test of the clip allowance."""
-    below = negative > positive
-    opposite, extreme = np.float64(min(positive, negative)), np.float64(max(positive, negative))
-    limit = reach_plus * extreme * (1 + 1e-9)
-    best = np.inf
-    chosen = 0.0
-    for j in range(divisors.size):
-        d = divisors[j]
-        if positive_scale and (d < 0) != below:
+    sums: Array, divisors: Array, minus: int, positive: Array, negative: Array, reach_plus: float,
+    reach_minus: float, positive_scale: bool, scale: Array,
+) -> None:  # fmt: skip
+    """scale [groups] from the best allowed candidate: the first `minus` divisors are negative, of rising magnitude."""
+    for k in range(scale.size):
+        p, n = positive[k], negative[k]
+        m = np.float64(max(p, n))
+        if m == 0:
+            scale[k] = ZERO_GROUP_SCALE
             continue
-        if d < 0 and -d * opposite > limit:
-            continue
-        if errors[j] < best:
-            best = errors[j]
-            chosen = d
-    return chosen
+        # 6.2's scalar test of the allowance: a weight of the sign opposite to m, on the side of the code +7
+        limit, opposite = reach_plus * m * (1 + 1e-9), np.float64(min(p, n))
+        last = minus
+        while -divisors[last - 1] * opposite > limit:
+            last -= 1
+        end = COUNT
+        if positive_scale:
+            last, end = (last, minus) if n > p else (0, COUNT)
+        d = divisors[smallest(sums[k], last, minus, end)]
+        scale[k] = guard((-m if n > p else m) / d, p, n, reach_plus, reach_minus)
 
 
 @kernel
-def byte_units(codes: Array, begin: int, end: int, units: Array) -> None:
-    for i in range(begin, end):
-        units[i] = np.int32(e4m3(codes[i]) * UNITS)
+def code_units(codes: Array, units: Array) -> None:
+    for i in range(codes.size):
+        units[i] = np.int32(e4m3(codes[i]) * CODE_UNITS)
 
 
 @kernel
-def float_units(relative: Array, begin: int, end: int, units: Array) -> None:
-    for i in range(begin, end):
-        units[i] = np.int32(np.rint(relative[i] * SURROGATE))
+def value_units(relative: Array, units: Array) -> None:
+    for i in range(relative.size):
+        units[i] = np.int32(np.float32(relative[i] * VALUE_UNITS + ROUND).view(np.int32) - ROUND_BITS)
 
 
 @kernel
-def refit(w: Array, units: Array, begin: int, end: int, s: Any) -> float:
-    """A/B: least-squares scale, in units, of the codes under scale s; 0 where that is undefined. Exact sums.
-
-    The refitted scale needs no comparison with s (as 6.3 has it): A/B is the vertex of the error's parabola for these
-    codes and the guard takes the allowed BF16 value nearest to it, so it is at least as good as s.
-    """
-    a = 0
-    b = 0
-    for o in range(begin, end, CHUNK):
+def fit_sums(w: Array, units: Array, step: Array, a: Array, b: Array) -> None:
+    """Per chunk the exact sums a of code * units and b of code^2 of the nearest codes under `step`."""
+    for c in range(step.size):
+        s = step[c]
+        o = c * CHUNK
         part_a = np.int32(0)
         part_b = np.int32(0)
         for i in range(CHUNK):
@@ -177,6 +154,27 @@ def refit(w: Array, units: Array, begin: int, end: int, s: Any) -> float:
             q = np.int32(np.float32(x + ROUND).view(np.int32) - ROUND_BITS)
             part_a = np.int32(part_a + np.int32(q * units[o + i]))
             part_b = np.int32(part_b + np.int32(q * q))
-        a += part_a
-        b += part_b
-    return a / b if b > 0 else 0.0
+        a[c] = part_a
+        b[c] = part_b
+
+
+@kernel
+def refit(
+    a: Array, b: Array, unit: Array, positive: Array, negative: Array, reach_plus: float, reach_minus: float,
+    scale: Array,
+) -> None:  # fmt: skip
+    """scale = a/b units, the least-squares scale of the codes under the old one, where the old one gave any.
+
+    6.3 compares the errors of both; there is no need: a/b is the vertex of the error's parabola for these codes and
+    `guard` takes the nearest BF16 value that is allowed, so the new scale is at least as good.
+    """
+    per_group = a.size // scale.size
+    for k in range(scale.size):
+        sum_a = 0
+        sum_b = 0
+        for c in range(k * per_group, (k + 1) * per_group):
+            sum_a += a[c]
+            sum_b += b[c]
+        if sum_a != 0 and sum_b != 0:
+            s = np.float64(unit[k]) * sum_a / sum_b
+            scale[k] = guard(s, positive[k], negative[k], reach_plus, reach_minus)

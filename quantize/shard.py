@@ -58,6 +58,7 @@ def convert_shard(
             on_piece(piece)
             if piece.last:
                 rows[piece.step.module] = report_row(plan, shard, piece.step, produced.sums)
+            del produced, data  # they would stay in memory while the next piece is awaited
         written = writer.finish()
     return FinishedShard(written.file, written.nbytes, written.sha256, list(rows.values()))
 
@@ -73,14 +74,18 @@ def in_order(pool: Executor | None, compute: Callable[[T], R], items: Iterable[T
         for item in items:
             waiting.append((item, pool.submit(compute, item)))
             if len(waiting) > ahead:
-                done, future = waiting.popleft()
-                yield done, future.result()
+                yield _first(waiting)
         while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
+            yield _first(waiting)
     finally:
         for _, future in waiting:
             future.cancel()
+
+
+def _first(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
+    """A function, so that no name is left that keeps the future and its result."""
+    item, future = waiting.popleft()
+    return item, future.result()
 
 
 def report_row(plan: Plan, shard: Shard, step: Step, sums: ErrorSums | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import file_sha256
 from kizami.formats.int4_layout import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, packed_specs
-from kizami.formats.quant_config import resolve
+from kizami.formats.quant_config import resolver
 from kizami.formats.reader import TensorReader
 from kizami.quantize.executor import available_cores, thread_map
 from kizami.quantize.journal import FOLDER
@@ -140,16 +140,17 @@ def _check_structure(
     quantization_config = checkpoint.config.get("quantization_config") or checkpoint.config.get("text_config", {}).get(
         "quantization_config", {}
     )
+    rules = resolver(quantization_config)
     with TensorReader(checkpoint) as reader:
         for module in packed:
             yield from _check_packed_module(checkpoint, reader, module, group_size)
-            if resolve(quantization_config, module) != "int4":
+            if rules(module) != "int4":
                 yield Problem("config_rules", "is packed, but the config's rules do not say so", "config.json", module)
     for name, info in tensors.items():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and len(info.shape) == 2:
             form = "fp8" if info.dtype == "F8_E4M3" else "none"
-            if (said := resolve(quantization_config, module)) != form:
+            if (said := rules(module)) != form:
                 yield Problem(
                     "config_rules", f"is {info.dtype}, but the config's rules say {said}", "config.json", module
                 )

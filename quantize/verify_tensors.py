@@ -93,13 +93,13 @@ def _check_packed(
         words = _rows(out, tensors[f"{step.module}.{WEIGHT_PACKED}"], first, rows).view("<i4").reshape(rows, cols // 8)
         scales = _rows(out, tensors[f"{step.module}.{WEIGHT_SCALE}"], first, rows).view("<u2").reshape(rows, -1)
         codes = reference.unpack(words)
-        fault = check_codes(w, codes, scales, group_size, method)
+        steps = reference.from_bf16(scales)
+        fault = check_codes(w, codes, steps, group_size, method)
         if fault is not None:
             yield "bad_codes", f"rows {first} to {first + rows - 1}: {fault}"
             return
-        steps = np.repeat(reference.from_bf16(scales).astype(np.float64), group_size, axis=1)
         weight_energy += float(np.sum(np.square(w, dtype=np.float64)))
-        error_energy += float(np.sum(np.square(w - codes * steps)))
+        error_energy += float(np.sum(np.square(w - codes * np.repeat(steps.astype(np.float64), group_size, axis=1))))
     for name, found in (("weight_energy", weight_energy), ("error_energy", error_energy)):
         if not isclose(row.get(name, -1.0), found, rel_tol=ENERGY_TOLERANCE):
             yield "report_row", f"{name} is {row.get(name)}; recomputed {found}"
@@ -109,30 +109,26 @@ def _check_packed(
 
 
 def check_codes(
-    w: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.uint16], group_size: int, method: Method
+    w: NDArray[np.float32], codes: NDArray[np.int8], steps: NDArray[np.float32], group_size: int, method: Method
 ) -> str | None:
-    """What may be asserted of codes [n, K] and BF16 scales [n, K/g] of each method."""
+    """What may be asserted of codes [n, K] and stored scales [n, K/g] of each method."""
     if method.name == "minmax":
-        expected_codes, expected_scales = reference.minmax(w, group_size)
-        if not np.array_equal(scales, expected_scales):
+        expected_codes, expected_steps = reference.minmax(w, group_size)
+        if not np.array_equal(steps, expected_steps):
             return "scales are not those of minmax"
         return None if np.array_equal(codes, expected_codes) else "codes are not those of minmax"
-    if method.name == "signed":
-        _, expected_scales = reference.signed(w, group_size)
-        if not np.array_equal(scales, expected_scales):
-            return "scales are not those of signed"
-    steps = reference.from_bf16(scales)
+    if method.name == "signed" and not np.array_equal(steps, reference.signed(w, group_size)[1]):
+        return "scales are not those of signed"
     if method.scale_sign == "positive" and (steps < 0).any():
         return "a scale is negative, but --scale-sign is positive"
     if not np.array_equal(codes, reference.nearest_codes(w, steps, group_size)):
         return "a code is not the nearest one under its stored scale"
     zero = ~w.reshape(len(w), -1, group_size).any(axis=2)
-    if not np.array_equal(scales[zero], np.full(int(zero.sum()), reference.ZERO_GROUP_SCALE, np.uint16)):
+    if (steps[zero] != reference.ZERO_GROUP_SCALE).any():
         return "an all-zero group has another scale than 2^-7"
-    if method.clip_allowance is not None:
-        wide = np.repeat(steps.astype(np.float64), group_size, axis=1)
-        if (np.abs(w - codes * wide) > method.clip_allowance * np.abs(wide)).any():
-            return f"a weight is more than {method.clip_allowance:g} steps from its code"
+    kappa = method.clip_allowance
+    if kappa is not None and (np.abs(reference.steps_off(w, codes, steps, group_size)) > kappa).any():
+        return f"a weight is more than {kappa:g} steps from its code"
     return None
 
 
@@ -162,11 +158,13 @@ def _source_rows(step: Step, source: TensorReader, first: int, rows: int) -> NDA
 def _scales(scaled: ScaledWeight, source: TensorReader) -> NDArray[np.float32]:
     raw = source.read(scaled.scale)
     if scaled.scale.dtype in ("F8_E8M0", "U8"):  # an exponent with bias 127
-        return np.exp2(raw.astype(np.float64) - 127).astype(np.float32).reshape(scaled.grid)
+        powers: NDArray[np.float32] = np.exp2(raw.astype(np.float64) - 127).astype(np.float32)
+        return powers.reshape(scaled.grid)
     return _floats(raw, scaled.scale.dtype).reshape(scaled.grid)
 
 
 def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
     if dtype == "BF16":
-        return reference.from_bf16(raw.view("<u2"))
-    return raw.view({"F16": "<f2", "F32": "<f4"}[dtype]).astype(np.float32)
+        return reference.from_bf16(raw.view(np.uint16))
+    widened: NDArray[np.float32] = raw.view({"F16": "<f2", "F32": "<f4"}[dtype]).astype(np.float32)
+    return widened

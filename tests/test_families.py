@@ -202,6 +202,12 @@ def test_layers_beyond_the_declared_ones_are_mtp_with_a_warning() -> None:
     assert [w for w in warnings if "[3]" in w]
 
 
+@pytest.mark.parametrize("name", ["mtp.0.ffn.experts.0.w1.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"])
+def test_mtp_names_count_as_layers_after_the_last(name: str) -> None:
+    found, warnings = find_family(CONFIG, [EXPERT, name])
+    assert (found.mtp_layers, warnings) == ((2,), ())
+
+
 def test_a_model_without_experts_is_named_as_such() -> None:
     _, warnings = find_family(CONFIG, ["model.layers.0.mlp.gate_proj.weight"])
     assert any("without routed experts" in w for w in warnings)

@@ -152,6 +152,11 @@ def test_an_entry_with_wrong_keys_types_or_numbers_is_refused_by_name(path: Path
     assert "expected" in error.message or "2^63" in error.message
 
 
+def test_a_shape_beyond_64_bits_is_refused_before_its_offsets(path: Path) -> None:
+    error = refusal(save(path, {"w": entry("F32", (2**31, 2**30), (0, 2**62))}))
+    assert error.message == "shape [2147483648, 1073741824] of F32 has more than 2^63-1 bits"
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3FN", "f32", "", None, 8, ["U8"]])
 def test_an_unknown_dtype_is_named(path: Path, dtype: Any) -> None:
     error = refusal(save(path, {"w": entry(dtype)}, 4))

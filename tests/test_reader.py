@@ -107,6 +107,11 @@ def test_the_least_recently_used_files_are_closed_beyond_the_limit(
         for i in (0, 1, 0, 2, 3, 4, 0, 1):
             assert source.read(ckpt.tensors[f"{i}.w"]).tobytes() == content(i)[:1000]
             assert open_files() <= before + 2
+        for i in (0, 1, 0, 2):
+            source.read(ckpt.tensors[f"{i}.w"])
+        monkeypatch.setattr(os, "open", None)  # 0 and 2 are still open
+        for i in (0, 2):
+            source.read(ckpt.tensors[f"{i}.w"])
 
 
 def test_many_threads_read_through_few_open_files(ckpt: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,14 @@ def test_a_file_too_large_to_be_a_side_file_is_left(root: Path) -> None:
     assert left["dump.txt"] == f"{(1 << 30) + 1} bytes, more than {1 << 30}"
 
 
+def test_a_file_that_has_grown_too_large_since_the_search_is_not_copied(root: Path, tmp_path: Path) -> None:
+    put(root / "notes.txt")
+    ckpt = Checkpoint.open(root)
+    os.truncate(root / "notes.txt", side_files.MAX_SIDE_FILE_BYTES + 1)  # sparse
+    with pytest.raises(KizamiError, match=f"expected at most {1 << 30}"):
+        copy_side_file(ckpt, "notes.txt", tmp_path)
+
+
 def test_depth_is_bounded(root: Path) -> None:
     deepest = "/".join("d" * side_files.MAX_DEPTH)
     put(root / deepest / "kept.txt")

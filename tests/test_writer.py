@@ -155,6 +155,19 @@ def test_the_temporary_of_a_killed_run_is_replaced_and_a_link_in_its_place_not_f
     assert not path.is_symlink()
 
 
+def test_a_link_that_takes_the_temporary_name_at_the_last_moment_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = path.with_name("victim")
+    victim.write_bytes(b"precious")
+    path.with_name(".x.safetensors.tmp").symlink_to("victim")
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    with pytest.raises(KizamiError) as caught:
+        ShardWriter(path, SPECS)
+    refusal_of_the_system(caught.value, "File exists")
+    assert victim.read_bytes() == b"precious"
+
+
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_the_mode_follows_the_umask(path: Path, mask: int, mode: int) -> None:
     old = os.umask(mask)

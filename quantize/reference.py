@@ -1,0 +1,202 @@
+"""The oracle: what the kernels must compute, written for the eye, in NumPy and float64, sharing no code with them.
+
+Weights `w` are float32 [N, K]; groups are `g` consecutive columns of a row; scales are float32 [N, K/g] that BF16 can
+hold; codes are int8 in [-8, 7]. Formulas: int4-algorithms sections 1 to 6.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Codes = NDArray[np.int8]
+
+ZERO_GROUP_SCALE = np.float32(2.0**-7)
+SMALLEST_SCALE = 2.0**-126
+SWEEP_GROUPS = 2048  # groups per pass of the sweep: bounds its memory
+
+
+def e4m3_table() -> F32:
+    """float32 [256]: value of each e4m3fn byte; 0x7F and 0xFF are NaN."""
+    byte = np.arange(256)
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    value = np.where(exponent == 0, mantissa * 2.0**-9, np.ldexp(1 + mantissa / 8, exponent - 7))
+    value[(byte & 0x7F) == 0x7F] = np.nan
+    return np.where(byte & 0x80, -value, value).astype(np.float32)
+
+
+_E4M3 = e4m3_table()
+
+
+def decode_e4m3(codes: NDArray[np.uint8]) -> F32:
+    return _E4M3[codes]
+
+
+def dequantize(codes: NDArray[np.uint8], scale: F32, block: tuple[int, int], first_row: int = 0) -> F32:
+    """float32 product of e4m3 values and block scales; `codes` are rows first_row.. of the tensor `scale` belongs to."""
+    rows = (first_row + np.arange(codes.shape[0])) // block[0]
+    columns = np.arange(codes.shape[1]) // block[1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return decode_e4m3(codes) * scale[rows][:, columns]
+
+
+def to_bf16(x: F32) -> NDArray[np.uint16]:
+    """Bits of the nearest BF16, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def from_bf16(bits: NDArray[np.uint16]) -> F32:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def pack(codes: Codes) -> NDArray[np.int32]:
+    """int8 [N, K] to int32 [N, K/8]: column 8j+i is nibble i of word j, stored as q + 8."""
+    nibbles = (codes.astype(np.int64) + 8).reshape(codes.shape[0], -1, 8)
+    return (nibbles << (4 * np.arange(8))).sum(axis=2).astype(np.uint32).view(np.int32)
+
+
+def unpack(words: NDArray[np.int32]) -> Codes:
+    nibbles = (words.view(np.uint32)[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & np.uint32(15)
+    return (nibbles.astype(np.int8) - np.int8(8)).reshape(words.shape[0], -1)
+
+
+def minmax(w: F32, g: int) -> tuple[Codes, F32]:
+    """compressed-tensors' chain on CPU: weight, scale and quotient are each rounded to BF16 (section 3)."""
+    wb = _groups(from_bf16(to_bf16(w)), g)
+    s = from_bf16(to_bf16(np.abs(wb).max(axis=2) / np.float32(7.5)))
+    s = np.where(s == 0, ZERO_GROUP_SCALE, s)
+    quotient = from_bf16(to_bf16(wb / s[:, :, None]))
+    return np.rint(np.clip(quotient, -8, 7)).astype(np.int8).reshape(w.shape), s
+
+
+def signed(w: F32, g: int) -> tuple[Codes, F32]:
+    """The extreme weight, positive in a tie, becomes the code -8 (section 4)."""
+    groups = _groups(w, g)
+    high, low = np.maximum(groups.max(axis=2), 0), np.maximum((-groups).max(axis=2), 0)
+    magnitude = np.maximum(from_bf16(to_bf16(np.maximum(high, low) / np.float32(8))), np.float32(SMALLEST_SCALE))
+    s = np.where(low > high, magnitude, -magnitude)
+    s = np.where(np.maximum(high, low) == 0, ZERO_GROUP_SCALE, s)
+    return nearest_codes(w, s, g), s
+
+
+def nearest_codes(w: F32, s: F32, g: int) -> Codes:
+    """clamp(rint(w / s)): the nearest code, ties to even; exact by 1.4."""
+    with np.errstate(over="ignore"):
+        quotient = _groups(w, g) / s[:, :, None]
+    return np.clip(np.rint(quotient), -8, 7).astype(np.int8).reshape(w.shape)
+
+
+def steps_off(w: F32, codes: Codes, s: F32, g: int) -> F64:
+    """(W - q s) / |s| for every weight; comparisons with k/2 are exact, since the product with s is."""
+    s64 = np.repeat(s.astype(np.float64), g, axis=1)
+    return (w.astype(np.float64) - codes * s64) / np.abs(s64)
+
+
+def is_nearest(w: F32, codes: Codes, s: F32, g: int) -> NDArray[np.bool_]:
+    """Section 1.3's test in exact arithmetic: 2w between (2q-1)s and (2q+1)s, open-ended at the outermost codes."""
+    s64 = np.repeat(s.astype(np.float64), g, axis=1)
+    ratio_side = 2 * w.astype(np.float64) * np.sign(s64)
+    q, step = codes.astype(np.float64), np.abs(s64)
+    above = ((2 * q - 1) * step <= ratio_side) | (codes == -8)
+    below = (ratio_side <= (2 * q + 1) * step) | (codes == 7)
+    return above & below
+
+
+def round_to_bf16(x: F64) -> F64:
+    """float64 to the nearest BF16 value in one rounding."""
+    _, exponent = np.frexp(x)
+    quantum = np.ldexp(1.0, np.maximum(exponent, -125) - 8)
+    return np.rint(x / quantum) * quantum
+
+
+def lowest_scale(high: F64, low: F64, kappa: float | None) -> F64:
+    """Smallest BF16 s >= 2^-126 with high <= (7+kappa) s and low <= (8+kappa) s; no bound where kappa is None."""
+    floor = np.full(high.shape, SMALLEST_SCALE)
+    if kappa is None:
+        return floor
+    s = np.maximum(round_to_bf16(np.maximum(high / (7 + kappa), low / (8 + kappa))), floor)
+    for shift in (-1, 1, 1):  # to the value below where that still holds, then up until it does
+        bits = to_bf16(s.astype(np.float32)).astype(np.int32)
+        other = from_bf16((bits + shift).astype(np.uint16)).astype(np.float64)
+        tested = other if shift < 0 else s
+        fits = (high <= (7 + kappa) * tested) & (low <= (8 + kappa) * tested)
+        s = np.where(fits, s if shift > 0 else other, other if shift > 0 else s)
+    return np.maximum(s, floor)
+
+
+def best_scales(w: F32, g: int, *, kappa: float | None = None, positive: bool = False, h: F64 | None = None) -> F32:
+    """The optimum over all BF16 scales under the clip allowance kappa, by the breakpoint sweep of section 5.
+
+    h: weights of the squared errors per column [K], non-negative.
+    """
+    groups = _groups(w, g).reshape(-1, g).astype(np.float64)
+    weights = np.ones((1, w.shape[1])) if h is None else np.asarray(h, np.float64)[None]
+    weights = np.broadcast_to(weights.reshape(1, -1, g), (w.shape[0], w.shape[1] // g, g)).reshape(-1, g)
+    scale = np.empty(len(groups))
+    for first in range(0, len(groups), SWEEP_GROUPS):
+        part = slice(first, first + SWEEP_GROUPS)
+        error, scale[part] = _sweep(groups[part], weights[part], kappa)
+        if not positive:
+            other, mirrored = _sweep(-groups[part], weights[part], kappa)
+            scale[part] = np.where(other < error, -mirrored, scale[part])
+    scale[(groups == 0).all(axis=1)] = ZERO_GROUP_SCALE
+    return scale.astype(np.float32).reshape(w.shape[0], -1)
+
+
+def _sweep(u: F64, h: F64, kappa: float | None) -> tuple[F64, F64]:
+    """(error, scale > 0) per group: every code vector that is nearest for some s, with its best allowed BF16 scale."""
+    a = np.abs(u)
+    k = np.arange(8)
+    used = (a > 0) & (h > 0)
+    live = used[:, :, None] & (k < np.where(u > 0, 7, 8)[:, :, None])
+    with np.errstate(divide="ignore"):
+        t = np.where(live, (k + 0.5) / a[:, :, None], np.inf).reshape(len(u), -1)
+    step_a = np.where(live, (h * a)[:, :, None], 0).reshape(t.shape)
+    step_b = np.where(live, h[:, :, None] * (2 * k + 1), 0).reshape(t.shape)
+    order = np.argsort(t, axis=1, kind="stable")
+    sum_a = np.cumsum(np.take_along_axis(step_a, order, axis=1), axis=1)
+    sum_b = np.cumsum(np.take_along_axis(step_b, order, axis=1), axis=1)
+    low = lowest_scale(np.maximum(u.max(axis=1), 0), np.maximum((-u).max(axis=1), 0), kappa)
+    vertex = sum_a / np.where(sum_b > 0, sum_b, 1)
+    s = np.maximum(round_to_bf16(vertex), low[:, None])
+    error = (h * u * u).sum(axis=1)[:, None] - 2 * s * sum_a + s * s * sum_b
+    best = np.argmin(error, axis=1)[:, None]
+    return np.take_along_axis(error, best, axis=1)[:, 0], np.take_along_axis(s, best, axis=1)[:, 0]
+
+
+def top_threshold(w: F32) -> np.float32:
+    """The int(0.999 n)-th smallest |W|, counted from 0: the largest 0.1 % are the weights not below it."""
+    rank = int(0.999 * w.size)
+    return np.float32(np.partition(np.abs(w).reshape(-1), rank)[rank]) if w.size else np.float32(0)
+
+
+def error_sums(w: F32, codes: Codes, s: F32, g: int, threshold: np.float32 | None = None) -> dict[str, Any]:
+    """The sums behind the report (metrics.ErrorSums, same names), with q*s exact and all else in float64."""
+    threshold = top_threshold(w) if threshold is None else threshold
+    w64, s64 = w.astype(np.float64), np.repeat(s.astype(np.float64), g, axis=1)
+    restored = codes * s64
+    error = w64 - restored
+    top = np.abs(w) >= threshold
+    side = w64 * np.sign(s64)
+    return {
+        "n": w.size,
+        "sum_w2": float((w64 * w64).sum()),
+        "sum_e2": float((error * error).sum()),
+        "sum_q2": float((restored * restored).sum()),
+        "top_n": int(top.sum()),
+        "top_w2": float((w64[top] ** 2).sum()),
+        "top_e2": float((error[top] ** 2).sum()),
+        "max_abs_error": float(np.abs(error).max(initial=0)),
+        "clipped": int(((side > 7.5 * np.abs(s64)) | (side < -8.5 * np.abs(s64))).sum()),
+        "groups": s.size,
+        "zero_groups": int((_groups(w, g) == 0).all(axis=2).sum()),
+        "negative_scales": int((s < 0).sum()),
+    }
+
+
+def _groups(w: F32, g: int) -> F32:
+    return w.reshape(w.shape[0], -1, g)

@@ -1,0 +1,103 @@
+"""README and --help say what is there, and what README shows runs."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kizami.cli.app import app
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+def shown_lines() -> Iterator[str]:
+    """Every `kizami ...` command line: README's shell blocks and the examples of the help pages."""
+    for block in blocks("sh"):
+        for line in block.splitlines():
+            yield from (part.strip() for part in line.split("&&") if re.match(r"\s*(\S*/)?kizami ", part))
+    for command in COMMANDS.values():
+        yield from re.findall(r"^ *(kizami .+)$", command.epilog, re.M)
+
+
+def options_of(name: str) -> set[str]:
+    return {spelling for parameter in COMMANDS[name].params for spelling in parameter.opts} | {"--help"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_examples_and_a_row_in_readme(name: str) -> None:
+    page = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+    assert COMMANDS[name].help.strip()
+    assert f"kizami {name}" in COMMANDS[name].epilog
+    assert "Examples:" in page
+    assert re.search(rf"^\| `kizami {name}\b", README, re.M)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained_and_has_its_environment_variable(name: str) -> None:
+    for parameter in COMMANDS[name].params:
+        assert parameter.help, (name, parameter.name)
+        if parameter.opts[0].startswith("-"):
+            long = next(spelling for spelling in parameter.opts if spelling.startswith("--"))
+            assert parameter.envvar == "KIZAMI_" + long[2:].replace("-", "_").upper()
+
+
+@pytest.mark.parametrize("line", sorted(set(shown_lines())))
+def test_shown_command_lines_use_only_real_commands_and_options(line: str) -> None:
+    _, name, *rest = shlex.split(re.split(r" [|>] ", line)[0])
+    assert name in COMMANDS
+    for word in rest:
+        if word.startswith("-"):
+            assert word.split("=")[0] in options_of(name), line
+
+
+def test_options_named_in_readme_exist() -> None:
+    known = set().union(*(options_of(name) for name in COMMANDS)) | {"--version", "--install-completion"}
+    pip = {"--config-settings"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= known | pip
+
+
+def test_readme_has_exactly_two_set_up_commands() -> None:
+    marked = re.findall(r"<!-- setup: (\w+) -->\n```sh\n(.+)\n```", README)
+    assert [what for what, _ in marked] == ["run", "test"]
+    installing = [line for block in blocks("sh") for line in block.splitlines() if "pip install" in line]
+    assert installing == [command for _, command in marked]
+
+
+def test_no_path_of_a_machine_and_no_registry_host_in_readme() -> None:
+    assert not re.search(r"(?<![\w.])/(work|tmp|home|root|Users)\b|https?://(?!huggingface\.co|github\.com)", README)
+
+
+def test_the_python_example_runs(demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny-glm-fp8").symlink_to(demo_checkpoint)
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("python")
+    scope: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert (tmp_path / "tiny-glm-int4" / "kizami.json").is_file()
+    assert scope["manifest"]["output"]["bytes"] == scope["plan"].output.bytes
+
+
+def test_exit_codes_in_readme_are_those_of_the_program() -> None:
+    from kizami.cli import app as program
+
+    rows = re.findall(r"^\| ([\d, ]+) \|", README.split("## Exit codes")[1].split("\n## ")[0], re.M)
+    codes = {int(code) for row in rows for code in row.split(",")}
+    assert codes == {
+        program.DONE,
+        program.NOT_MET,
+        program.REFUSED,
+        program.BUG,
+        program.INTERRUPTED,
+        program.TERMINATED,
+    }

@@ -1,0 +1,58 @@
+"""cli -> (quantize, calibration) -> formats, also inside functions; the oracle imports nothing of ours."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY = {
+    "formats": {"formats"},
+    "quantize": {"quantize", "formats"},
+    "calibration": {"calibration", "formats"},
+    "cli": {"cli", "quantize", "calibration", "formats"},
+}
+FILES = [path for top in MAY for path in sorted((ROOT / top).rglob("*.py"))]
+HEAVY = {"torch", "transformers", "accelerate", "llmcompressor", "compressed_tensors", "ray", "lm_eval"}
+
+
+def imported(source: str, path: Path) -> set[str]:
+    """Full names of everything that `source` imports, wherever the import stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write the import in full"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def folders_of_ours(names: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in names if name.startswith("kizami.")}
+
+
+def may_import(path: Path) -> set[str]:
+    relative = path.relative_to(ROOT)
+    return set() if relative.as_posix() == "quantize/reference.py" else MAY[relative.parts[0]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_point_down(path: Path) -> None:
+    assert folders_of_ours(imported(path.read_text(encoding="utf-8"), path)) <= may_import(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_heavy_library_is_needed(path: Path) -> None:
+    """Convert, verify and report need numpy, numba, safetensors, typer, rich and huggingface_hub only."""
+    top = {name.split(".")[0] for name in imported(path.read_text(encoding="utf-8"), path)}
+    assert not top & HEAVY
+
+
+def test_every_layer_has_files() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY)
+
+
+def test_the_rule_sees_an_import_inside_a_function() -> None:
+    source = "def f():\n    from kizami.cli.output import Ui\n    import kizami.quantize.plan\n"
+    assert folders_of_ours(imported(source, Path("x.py"))) == {"cli", "quantize"}

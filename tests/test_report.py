@@ -1,0 +1,73 @@
+"""Views on the report rows: pooled errors, worst tensors, thresholds."""
+
+from math import log10, sqrt
+
+import pytest
+
+from kizami.formats.errors import KizamiError
+from kizami.quantize.report import (
+    layer_summaries,
+    over_threshold,
+    pooled_error,
+    read_report,
+    role_summaries,
+    worst_tensors,
+)
+
+
+def row(name: str, error: float | None, weight: float = 1.0, **more) -> dict:
+    """A report row; error is the energy of the error, None for a tensor that was not packed."""
+    base = {"name": name, "role": "routed_expert", "action": "quantize", "layer": 1, "shape": [2, 4]}
+    base |= {"bytes": 10, "source_bytes": 20}
+    if error is not None:
+        base |= {"error_energy": error, "weight_energy": weight}
+        base |= {"rel_error": sqrt(error / weight) if weight else 0.0}
+    return base | more
+
+
+ROWS = [
+    row("a", 0.04, 4.0),
+    row("b", 0.25, 1.0, layer=2),
+    row("zero", 0.0, 0.0),
+    row("norm", None, role="norm", action="copy", layer=None),
+]
+
+
+def test_errors_are_pooled_by_energy_not_averaged():
+    assert pooled_error(ROWS[:2]) == pytest.approx(sqrt(0.29 / 5))
+    (experts,) = [line for line in role_summaries(ROWS) if line.role == "routed_expert"]
+    assert experts.rel_error == pytest.approx(sqrt(0.29 / 5))
+    assert experts.sqnr_db == pytest.approx(-10 * log10(0.29 / 5))
+    assert (experts.max_rel_error, experts.worst, experts.tensors, experts.weights) == (0.5, "b", 3, 24)
+
+
+def test_tensors_that_were_not_rounded_have_no_error():
+    (norms,) = [line for line in role_summaries(ROWS) if line.role == "norm"]
+    assert (norms.rel_error, norms.sqnr_db, norms.worst) == (None, None, None)
+
+
+def test_a_zero_tensor_has_no_error_and_no_nan():
+    assert pooled_error([row("zero", 0.0, 0.0)]) == 0.0
+    assert pooled_error([]) is None
+
+
+def test_layers_are_in_order_and_name_their_worst_tensor():
+    assert [(line.layer, line.tensors, line.worst) for line in layer_summaries(ROWS)] == [(1, 2, "a"), (2, 1, "b")]
+
+
+def test_worst_tensors_are_sorted_by_error_then_name():
+    rows = [row("y", 0.25), row("x", 0.25), row("z", 0.5)]
+    assert [r["name"] for r in worst_tensors(rows, 2)] == ["z", "x"]
+
+
+def test_a_threshold_is_exceeded_only_above_it():
+    assert [r["name"] for r in over_threshold(ROWS, 0.1)] == ["b"]
+    assert over_threshold(ROWS, 0.5) == []
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"name": 3}', "\udcff"])
+def test_a_damaged_report_names_the_line(tmp_path, line):
+    path = tmp_path / "kizami-report.jsonl"
+    path.write_bytes(b'{"name": "a"}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(KizamiError, match=r"kizami-report\.jsonl: line 2"):
+        read_report(tmp_path)

@@ -1,0 +1,231 @@
+"""verify finds what is not as it must be, in any file, and names file and tensor."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import make_cases
+import numpy as np
+import pytest
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.formats.strict_json import dump_json
+from kizami.quantize.manifest import self_hash
+from kizami.quantize.pipeline import run
+from kizami.quantize.planner import build_plan
+from kizami.quantize.settings import Method, Policy
+from kizami.quantize.verify import verify
+
+
+def convert(source: Path, out: Path, policy: Policy = Policy(), method: Method = Method()) -> Path:
+    checkpoint = Checkpoint.open(source)
+    run(build_plan(checkpoint, policy, method), checkpoint, out, workers=2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(tiny_checkpoint, tmp_path_factory.mktemp("verify") / "out", Policy(max_shard_bytes=1_000_000))
+
+
+@pytest.fixture
+def out(converted: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(converted, tmp_path / "out"))
+
+
+def forge(out: Path, file: str, change: Callable[[bytearray], None]) -> None:
+    """Changes a file and makes the manifest agree, as someone would who wants to deceive a hash check."""
+    data = bytearray((out / file).read_bytes())
+    change(data)
+    (out / file).write_bytes(data)
+    manifest = json.loads((out / "kizami.json").read_bytes())
+    digest = hashlib.sha256(data).hexdigest()
+    for shard in manifest["shards"]:
+        if shard["file"] == file:
+            shard["sha256"] = digest
+    if file in manifest["files"]:
+        manifest["files"][file] = digest
+    manifest["self_sha256"] = self_hash(manifest)
+    (out / "kizami.json").write_bytes(dump_json(manifest))
+
+
+@pytest.mark.parametrize(
+    ("policy", "method"),
+    [
+        (Policy(), Method("search")),
+        (Policy(group_size=64), Method("search", clip_allowance=0.5)),
+        (Policy(group_size=128), Method("search", scale_sign="positive")),
+        (Policy(), Method("minmax")),
+        (Policy(mtp="drop"), Method("signed")),
+        (Policy(rest="fp8"), Method("minmax")),
+        (Policy(targets=("re:.*",), ignore=("re:.*(embed_tokens|head|mlp\\.gate)$",)), Method("search")),
+    ],
+)
+def test_what_was_just_converted_is_right_to_the_last_bit(tiny_checkpoint, tmp_path, policy, method):
+    out = convert(tiny_checkpoint, tmp_path / "out", policy, method)
+    found = verify(out, against=Checkpoint.open(tiny_checkpoint))
+    assert found.problems == ()
+    assert found.checked["tensors against the source"] > 40
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_unscaled_sources_are_verified_too(tmp_path, dtype):
+    source = make_cases.tiny()
+    w = make_cases.rng("plain").standard_normal((128, 256)).astype(np.float32) * 0.02
+    data = {"BF16": make_cases.bf16(w), "F16": w.astype(np.float16), "F32": w}[dtype].tobytes()
+    for proj in ("gate_proj", "up_proj"):
+        name = f"model.layers.1.mlp.experts.0.{proj}.weight"
+        shard = source.find(name)
+        shard[name] = make_cases.Tensor(dtype if dtype != "F16" else "BF16", (128, 256), data)
+        del shard[name + "_scale_inv"]
+    folder = source.save(tmp_path / "src")
+    out = convert(folder, tmp_path / "out")
+    assert verify(out, against=Checkpoint.open(folder)).problems == ()
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(out):
+    files = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
+    random = np.random.default_rng(0)
+    for file in files:
+        path = out / file
+        original = path.read_bytes()
+        for bit in {0, 8 * len(original) - 1, *(int(b) for b in random.integers(0, 8 * len(original), 6))}:
+            data = bytearray(original)
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(data)
+            found = verify(out)
+            assert not found.ok, (file, bit)
+            assert {p.file for p in found.problems} == {file}, (file, bit)
+        path.write_bytes(original)
+    assert verify(out).ok
+
+
+def test_missing_and_strange_files_are_named(out):
+    second = sorted(path.name for path in out.glob("*.safetensors"))[1]
+    (out / second).rename(out / "model-00009-of-00009.safetensors")
+    codes = {(p.code, p.file) for p in verify(out).problems}
+    assert ("missing_file", second) in codes
+    assert ("stranger", "model-00009-of-00009.safetensors") in codes
+
+
+def tensor_bytes(out: Path, name: str) -> tuple[str, int, int]:
+    info = Checkpoint.open(out).tensors[name]
+    return info.file, info.begin, info.end
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+# A scale's last bit need not move a nearest code; then the recorded error energy gives it away.
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        (f"{EXPERT}.weight_packed", "bad_codes"),
+        (f"{EXPERT}.weight_scale", "bad_codes|report_row"),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "not_dequantized"),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", "not_copied"),
+        ("model.embed_tokens.weight", "not_copied"),
+    ],
+)
+@pytest.mark.parametrize("position", ["first", "last"])
+def test_a_forged_weight_is_found_against_the_source(tiny_checkpoint, out, name, code, position):
+    file, begin, end = tensor_bytes(out, name)
+
+    def change(data: bytearray) -> None:
+        data[begin if position == "first" else end - 2] ^= 0x01
+
+    forge(out, file, change)
+    (problem, *_) = verify(out, against=Checkpoint.open(tiny_checkpoint)).problems
+    assert problem.code in code.split("|")
+    assert problem.file == file
+    assert problem.tensor == name.rpartition(".")[0] or problem.tensor == name
+
+
+@pytest.mark.parametrize(("word", "says"), [(0x0000, "zero"), (0x7F80, "not finite"), (0xFFC0, "not finite")])
+def test_an_unusable_scale_is_found_from_the_bytes_alone(out, word, says):
+    file, begin, _ = tensor_bytes(out, f"{EXPERT}.weight_scale")
+
+    def change(data: bytearray) -> None:
+        data[begin + 2 : begin + 4] = word.to_bytes(2, "little")
+
+    forge(out, file, change)
+    (problem,) = verify(out).problems
+    assert (problem.code, problem.file, problem.tensor) == ("bad_scale", file, f"{EXPERT}.weight_scale")
+    assert says in problem.message
+
+
+def test_a_weight_shape_that_its_tensors_do_not_have_is_found(out):
+    file, begin, _ = tensor_bytes(out, f"{EXPERT}.weight_shape")
+
+    def swap(data: bytearray) -> None:
+        data[begin : begin + 8] = data[begin + 4 : begin + 8] + data[begin : begin + 4]
+
+    forge(out, file, swap)
+    (problem,) = verify(out).problems
+    assert (problem.code, problem.tensor) == ("bad_shape", EXPERT)
+
+
+def test_config_rules_that_do_not_say_what_the_tensors_are_are_found(out):
+    def ignore_nothing(data: bytearray) -> None:
+        config = json.loads(bytes(data))
+        config["quantization_config"]["ignore"] = []
+        data[:] = dump_json(config)
+
+    forge(out, "config.json", ignore_nothing)
+    problems = verify(out).problems
+    assert {p.code for p in problems} == {"config_rules"}
+    assert "model.layers.0.self_attn.o_proj" in {p.tensor for p in problems}
+
+
+def test_an_error_figure_that_was_made_smaller_is_found(tiny_checkpoint, out):
+    def improve(data: bytearray) -> None:
+        rows = [json.loads(line) for line in bytes(data).splitlines()]
+        for row in rows:
+            if row["name"] == EXPERT:
+                row["rel_error"] /= 2
+        data[:] = "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+    forge(out, "kizami-report.jsonl", improve)
+    (problem,) = verify(out, against=Checkpoint.open(tiny_checkpoint)).problems
+    assert (problem.code, problem.tensor) == ("report_row", EXPERT)
+
+
+def test_another_source_of_the_same_shape_is_found(out, tmp_path):
+    other = make_cases.tiny()
+    name = "model.layers.1.mlp.experts.0.gate_proj.weight"
+    codes = bytearray(other.tensors()[name].data)
+    codes[0] ^= 0x01
+    other.set(name, make_cases.Tensor("F8_E4M3", (128, 256), bytes(codes)))
+    problems = verify(out, against=Checkpoint.open(other.save(tmp_path / "other"))).problems
+    assert {p.tensor for p in problems} == {"model.layers.1.mlp.experts.0.gate_proj"}
+
+
+def test_another_source_of_another_shape_is_named_by_file(out, tmp_path):
+    other = make_cases.tiny()
+    other.shards[make_cases.shard_name(1, 3)] |= make_cases.normal("model.extra.weight", 4)
+    (problem,) = verify(out, against=Checkpoint.open(other.save(tmp_path / "other"))).problems
+    assert problem.code == "other_source"
+    assert "model-00001-of-00003.safetensors" in problem.message
+
+
+def test_a_threshold_names_the_tensors_above_it(out):
+    found = verify(out, max_rel_error=0.01)
+    assert {p.code for p in found.problems} == {"max_rel_error"}
+    assert len(found.problems) == 24
+    assert verify(out, max_rel_error=0.5).ok
+
+
+def test_a_sample_sees_about_as_many_tensors_as_asked(tiny_checkpoint, out):
+    found = verify(out, against=Checkpoint.open(tiny_checkpoint), sample=10)
+    assert found.ok
+    assert 10 <= found.checked["tensors against the source"] <= 13
+
+
+def test_a_folder_that_kizami_did_not_finish_cannot_be_verified(tmp_path, tiny_checkpoint):
+    for folder in (tmp_path / "absent", tiny_checkpoint):
+        with pytest.raises(KizamiError):
+            verify(folder)
