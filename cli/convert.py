@@ -91,14 +91,17 @@ def _show_dry_run(ui: Ui, plan: "Plan", out: Path, tp: int | None) -> None:
 
     body = plan_body(plan, tp)
     free = free_bytes(out)
+    taken = out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir())))
     fits = free >= plan.output.file_bytes
     if ui.json:
-        ui.emit("convert", body | {"dry_run": True, "out": str(out), "free_bytes": free, "fits": fits})
+        ui.emit(
+            "convert", body | {"dry_run": True, "out": str(out), "out_exists": taken, "free_bytes": free, "fits": fits}
+        )
         return
     show_plan(ui, plan, tp, body, last=False)
     ui.say(f"free    {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
     ui.result(f"{size_line(plan)} (dry run: nothing was written)")
-    ui.warn(plan.warnings)
+    ui.warn([*plan.warnings, *([f"{out} exists and is not empty: convert will refuse it"] if taken else [])])
 
 
 def free_bytes(out: Path) -> int:
@@ -110,9 +113,16 @@ def free_bytes(out: Path) -> int:
 
 
 def run_convert(
-    ui: Ui, plan: "Plan", checkpoint: "Checkpoint", out: Path, *, workers: int | None = None, restart: bool = False
+    ui: Ui,
+    plan: "Plan",
+    checkpoint: "Checkpoint",
+    out: Path,
+    *,
+    workers: int | None = None,
+    restart: bool = False,
+    again: str = "run the same command again to resume",
 ) -> dict[str, Any]:
-    """Runs the plan with progress on stderr and gives the object of --json."""
+    """Runs the plan with progress on stderr and gives the object of --json. `again`: how an interrupted run goes on."""
     import time
 
     from kizami.cli.watch import Watch
@@ -127,7 +137,7 @@ def run_convert(
             run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
     except KeyboardInterrupt as stop:
         state = f"{watch.done} of {watch.of} shards are done"
-        raise type(stop)(f"interrupted: run the same command again to resume; {state}") from None
+        raise type(stop)(f"interrupted: {again}; {state}") from None
     return convert_body(plan, out, time.monotonic() - started) | {
         "side_files": {
             "copied": list(side_files.copied),

@@ -45,7 +45,7 @@ def demo(
 ) -> None:
     """Write a tiny trained FP8 GLM, then plan, convert, verify and report on it.
 
-    Needs no network and about 40 MB of disk. The first run compiles the kernels, which takes a while; they are cached.
+    Needs no network and about 30 MB of disk. The first run compiles the kernels (about 15 s); they are cached.
     """
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     refuse_used(folder)
@@ -104,8 +104,10 @@ def tour(ui: Ui, source: Path, out: Path, workers: int | None) -> dict[str, Any]
     show_plan(ui, plan, None, planned)
 
     ui.heading(_shell("$ kizami convert", source, out, "--max-shard-size 8MB"))
-    ui.note("(the first run on a machine compiles the kernels: allow a minute)")
-    converted = run_convert(ui, plan, checkpoint, out, workers=workers)
+    ui.note("(the first run compiles the kernels, which takes about 15 s; they are cached)")
+    converted = run_convert(
+        ui, plan, checkpoint, out, workers=workers, again="run the `kizami convert` line above to resume"
+    )
     show_convert(ui, converted)
 
     ui.heading(_shell("$ kizami verify", out, "--against", source))

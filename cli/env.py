@@ -15,7 +15,7 @@ OPTIONAL = ("torch", "transformers", "compressed-tensors", "llmcompressor")
 
 
 def env(quiet: o.Quiet = False, verbose: o.Verbose = False, json: o.Json = False, debug: o.Debug = False) -> None:
-    """Show versions, processor and settings, for a bug report. Nothing heavy is imported."""
+    """Show versions, processor and settings, for a bug report."""
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     body = env_body()
     if json:
@@ -27,7 +27,7 @@ def env(quiet: o.Quiet = False, verbose: o.Verbose = False, json: o.Json = False
         ("system", body["system"]),
         ("processor", body["processor"]),
         ("cores", f"{body['cores']} available"),
-        ("numba cache", body["numba_cache"]),
+        ("kernel cache", body["kernel_cache"]),
         *((name, value) for name, value in body["variables"].items()),
     ])  # fmt: skip
     ui.result(f"kizami {body['packages']['kizami']}")
@@ -42,8 +42,7 @@ def env_body() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": _processor(),
         "cores": available_cores(),
-        "numba_cache": os.environ.get("NUMBA_CACHE_DIR")
-        or "beside the installed modules, else the user's cache folder",
+        "kernel_cache": _kernel_cache(),
         # Never the token: only variables whose value is a setting.
         "variables": {
             name: value
@@ -58,6 +57,15 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _kernel_cache() -> str:
+    """Where compiled kernels are kept; a broken numba is what a bug report has to show, not a reason to fail."""
+    try:
+        from kizami.quantize.jit import cache_folder
+    except ImportError as e:
+        return f"numba cannot be imported: {e}"
+    return str(cache_folder() or "no folder can be written: kernels are compiled in every run")
 
 
 def _processor() -> str:

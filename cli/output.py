@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NAME_CHARACTERS = 2000  # longer than any real tensor name; a report line stays a line
+RICH_ROWS = 1000  # rich lays out a whole table before its first line: GLM-5.2's 60,000 tensors would take a minute
 
 
 class Ui:
@@ -54,7 +55,7 @@ class Ui:
         cells = [[_safe(cell) for cell in row] for row in rows]
         if self.json or self.quiet or not cells:
             return
-        if _is_terminal(sys.stdout):
+        if _is_terminal(sys.stdout) and len(cells) <= RICH_ROWS:
             _rich_table(columns, cells)
         else:
             for line in plain_table(columns, cells):

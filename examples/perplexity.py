@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -34,8 +33,8 @@ def dense_copy(fp8: Path, out: Path) -> Path:
     for name, tensor in tensors.items():
         scale = tensors.get(f"{name}_scale_inv")
         if scale is not None:
-            weight = reference.decode_fp8(tensor.view(torch.uint8).numpy(), scale.numpy(), tuple(block))
-            tensor = torch.from_numpy(np.asarray(weight, np.float32))
+            codes = tensor.view(torch.uint8).numpy()
+            tensor = torch.from_numpy(reference.dequantize(codes, scale.numpy(), (block[0], block[1])))
         if not name.endswith("_scale_inv"):
             dense[name] = tensor
     save_file(dense, out / "model.safetensors", {"format": "pt"})

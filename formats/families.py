@@ -36,7 +36,7 @@ _VISION = frozenset({
     "vision_tower", "vision_model", "vision_encoder", "visual", "mm_projector", "multi_modal_projector",
     "vision_projector",
 })  # fmt: skip
-_EMBEDDINGS = frozenset({"embed_tokens", "word_embeddings", "wte"})
+EMBEDDINGS = frozenset({"embed_tokens", "word_embeddings", "wte"})  # last components of names; the class is no Linear
 _HEADS = frozenset({"lm_head"})
 # Mixtral-style names (w1 = gate, w3 = up, w2 = down) occur in block_sparse_moe and in DeepSeek's own layout.
 _PROJECTIONS = {
@@ -186,7 +186,7 @@ def _role_in_layer(rest: list[str]) -> tuple[Role, str, int | None]:
         return Role.INDEXER, leaf, None
     if rest == ["eh_proj"]:
         return Role.MTP, leaf, None
-    if len(rest) == 1 and first in _EMBEDDINGS:
+    if len(rest) == 1 and first in EMBEDDINGS:
         return Role.EMBEDDING, leaf, None
     return Role.OTHER, ".".join(rest), None
 
@@ -213,7 +213,7 @@ def _role_in_mlp(rest: list[str]) -> tuple[Role, str, int | None]:
 
 def _outside_layers(parts: list[str]) -> Place:
     leaf = parts[-1]
-    if leaf in _EMBEDDINGS:
+    if leaf in EMBEDDINGS:
         return Place(Role.EMBEDDING, leaf)
     if leaf in _HEADS:
         return Place(Role.HEAD, leaf)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kizami.formats.errors import KizamiError
+from kizami.formats.families import EMBEDDINGS
 
 # The list Moonshot publishes with Kimi-K2-Thinking, then what GLM, DeepSeek and vision models need besides.
 _LM_HEAD = "lm_head"
@@ -36,7 +37,6 @@ _FUSED = {
     "q_proj": "(q|k|v|qkv)_proj", "k_proj": "(q|k|v|qkv)_proj", "v_proj": "(q|k|v|qkv)_proj",
 }  # fmt: skip
 _MEMBERS = {"(gate|up|gate_up)_proj": ("gate_proj", "up_proj"), "(q|k|v|qkv)_proj": ("q_proj", "k_proj", "v_proj")}
-_EMBEDDINGS = frozenset({"embed_tokens", "word_embeddings", "wte"})
 
 
 @lru_cache(maxsize=4096)
@@ -67,7 +67,7 @@ def derive_ignore(
 
     mtp_dense: no INT4 in the next-token layers, so both their runtime names are listed where nothing quantized is hit.
     """
-    left = [module for module in plain if module.rpartition(".")[2] not in _EMBEDDINGS]
+    left = [module for module in plain if module.rpartition(".")[2] not in EMBEDDINGS]
     taken = _Taken(quantized)
     entries = [] if _LM_HEAD in taken.names else [_LM_HEAD]
     left = [module for module in left if module not in entries]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from kizami.formats.errors import KizamiError, printable
+from kizami.formats.families import EMBEDDINGS
 from kizami.formats.ignore_rules import Pattern, derive_ignore, derive_targets
 
 Form = Literal["int4", "fp8", "none"]
@@ -134,7 +135,7 @@ def resolver(quantization_config: Mapping[str, Any]) -> Callable[[str], Form]:
         groups.append((_Names(_strings(group.get("targets"), f"{where}.targets")), _form(weights, where)))
 
     def form_of(module: str) -> Form:
-        kind = "Embedding" if module.rpartition(".")[2] in {"embed_tokens", "word_embeddings", "wte"} else "Linear"
+        kind = "Embedding" if module.rpartition(".")[2] in EMBEDDINGS else "Linear"
         if ignore.by_name(module) or kind in ignore.plain:
             return "none"
         for names, form in groups:

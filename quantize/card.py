@@ -44,7 +44,8 @@ def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: boo
 def _error_rows(rows: list[Row]) -> list[ErrorRow]:
     lines = []
     for role in role_summaries(measured(rows)):
-        assert role.rel_error is not None and role.max_rel_error is not None
+        assert role.rel_error is not None
+        assert role.max_rel_error is not None
         lines.append(ErrorRow(role.role, role.tensors, role.rel_error, role.max_rel_error, role.sqnr_db))
     return lines
 

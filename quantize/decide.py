@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import Dialect, ScaledWeight
 from kizami.formats.errors import KizamiError
-from kizami.formats.families import Family, Place, Role
+from kizami.formats.families import EMBEDDINGS, Family, Place, Role
 from kizami.formats.int4_layout import packed_specs
 from kizami.formats.tensors import TensorInfo, TensorSpec
 from kizami.quantize.plan import Action, Step
@@ -15,7 +15,8 @@ from kizami.quantize.settings import Policy
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")  # sources without scale that can be packed
 # SGLang reads `kv_b_proj.weight` itself, concatenates q_a with kv_a, and fuses the indexer's wk with weights_proj into
-# one BF16 matrix (sglang 0.5.23, models/deepseek_v2.py): packed forms of these do not load there.
+# one BF16 matrix (sglang 0.5.23, models/deepseek_v2.py): packed forms of these do not load there. Nor do packed routers
+# (MoEGate there is a plain parameter).
 UNLOADABLE_PACKED = ("kv_b_proj", "q_a_proj", "kv_a_proj_with_mqa", "wk", "weights_proj")
 
 
@@ -71,6 +72,7 @@ def decide(checkpoint: Checkpoint, family: Family, dialect: Dialect, policy: Pol
     _check_something_is_packed(packed, policy)
     _check_groups(packed, policy.group_size)
     _check_fused_pairs(steps)
+    _check_names(steps)
     return steps
 
 
@@ -114,6 +116,14 @@ def _why_copied(info: TensorInfo, place: Place) -> str:
 
 
 def _check_packable(info: TensorInfo, scaled: ScaledWeight | None) -> None:
+    if info.name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS:
+        raise KizamiError(
+            "selected for INT4, but embeddings are looked up, not multiplied: engines have INT4 for linears only",
+            code="unsupported_target",
+            file=info.file,
+            tensor=info.name,
+            hint="leave it out with --ignore, or write narrower --targets",
+        )
     if scaled is None and info.dtype not in FLOAT_DTYPES:
         raise KizamiError(
             f"selected for INT4, but its dtype is {info.dtype}; "
@@ -123,6 +133,23 @@ def _check_packable(info: TensorInfo, scaled: ScaledWeight | None) -> None:
             tensor=info.name,
             hint="leave it out with --ignore",
         )
+
+
+def _check_names(steps: list[Step]) -> None:
+    """A tensor that passes through may have the name that a packed module needs, in a half converted source."""
+    owners: dict[str, Step] = {}
+    for step in steps:
+        for spec in step.outputs:
+            other = owners.setdefault(spec.name, step)
+            if other is not step:
+                copied, made = (step, other) if step.weight.name == spec.name else (other, step)
+                raise KizamiError(
+                    f"the output needs this name for {made.module} ({made.reason})",
+                    code="name_taken",
+                    file=copied.weight.file,
+                    tensor=spec.name,
+                    hint="the source is half converted; take it from its publisher again",
+                )
 
 
 def _check_something_is_packed(packed: list[Step], policy: Policy) -> None:
@@ -179,7 +206,8 @@ def warn(steps: list[Step]) -> Iterator[str]:
     """What is allowed, but hardly meant."""
     yield from _partly_packed_layers(steps)
     for step in steps:
-        if step.action == "quantize" and step.place.part in UNLOADABLE_PACKED:
+        plain_only = step.place.part in UNLOADABLE_PACKED or step.place.role is Role.ROUTER
+        if step.action == "quantize" and plain_only:
             yield f"{step.module} is packed; SGLang reads the plain {step.place.part}.weight and cannot load INT4"
         if step.action == "copy" and len(step.weight.shape) == 3 and step.place.role is Role.ROUTED_EXPERT:
             yield f"{step.module} holds all experts in one 3-D tensor; it is copied, not packed"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kizami.quantize.plan import Plan
 from kizami.quantize.settings import MethodName
 
-# Bytes of source weights per second on one core (Xeon of 2023, this code, reading and writing included).
+# Bytes of source weights per second on one core of an AMD EPYC, reading and writing included.
 PACK_RATES: dict[MethodName, float] = {"search": 150e6, "minmax": 200e6, "signed": 200e6}
 MOVE_RATE = 400e6  # decoded to BF16, copied or kept: bound by memory and disk
 BASE_BYTES = 200 << 20  # interpreter, numpy, numba, compiled kernels, write buffers

@@ -16,7 +16,7 @@ from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
 from kizami.quantize.card import card_facts
 from kizami.quantize.journal import FOLDER, Journal
-from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest
+from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, read_manifest
 from kizami.quantize.plan import Plan
 from kizami.quantize.report import Row
 
@@ -79,6 +79,26 @@ def _publish(partial: Path, out: Path) -> None:
     fsync_folder(partial)
     os.rename(partial, out)
     fsync_folder(out.parent)
+    _remove_journal(out)
+
+
+def _remove_journal(out: Path) -> None:
     for path in sorted((out / FOLDER).iterdir()):
         path.unlink()
     (out / FOLDER).rmdir()
+
+
+def complete_published(plan: Plan, out: Path) -> dict[str, Any] | None:
+    """The manifest if a run of this plan was killed between the rename and the end of the journal's removal, which is
+    then all that was left to do; else None."""
+    folder = out / FOLDER
+    if out.is_symlink() or folder.is_symlink() or not folder.is_dir():
+        return None
+    try:
+        manifest = read_manifest(out)
+    except KizamiError:
+        return None
+    if manifest["plan_hash"] != plan.hash:
+        return None
+    _remove_journal(out)
+    return manifest

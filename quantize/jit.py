@@ -1,4 +1,4 @@
-"""`kernel`: numba's njit without the GIL, compiled code kept in a per-user folder, or not kept where nothing is writable.
+"""`kernel`: numba's njit without the GIL, compiled code kept in a per-user folder, or not kept where none is writable.
 
 numba alone writes beside the module (a repository or site-packages), raises at import time when no place is
 writable, and judges a cached kernel by its own file only: an edit of a kernel *called* by it goes unseen. So the
@@ -14,25 +14,61 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+config: Any = numba.config
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SOURCES = ("jit.py", "rows.py", "vectors.py", "scales.py", "kernels.py", "survey.py")
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+_DAMAGE = (  # what unpickling a cut or overwritten file raises
+    OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, AttributeError, ImportError, TypeError,
+    MemoryError,
+)  # fmt: skip
+
+
+class _Files(IndexDataCacheFile):
+    """numba numbers its files from 1, so that two processes that start cold can each name a different kernel in one
+    index and leave the other's code behind it. Here the name is the key's hash, and code is there before the index.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        name = self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:15], 16))
+        self._save_data(name, data)
+        self._save_index(self._load_index() | {key: name})
+
+    def load(self, key: Any) -> Any:
+        try:
+            base: Any = super()
+            return base.load(key)
+        except _DAMAGE:
+            return None
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            base: Any = super()
+            return cast(dict[Any, str], base._load_index())
+        except _DAMAGE:
+            return {}
+
+
+class _Cache(FunctionCache):
     """A cache may always miss: a damaged entry or a full disk costs a compilation, never the run."""
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except (OSError, EOFError, pickle.UnpicklingError, ValueError):
-            return None
+    def __init__(self, function: Callable[..., Any]) -> None:
+        base: Any = super()
+        base.__init__(function)
+        self._cache_file = _Files(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)
+            base: Any = super()
+            base.save_overload(sig, data)
         except OSError:
             self.disable()
 
@@ -45,8 +81,8 @@ def _source_hash() -> str:
 
 
 def _root() -> Path | None:
-    if numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR: the user's word on where numba's files go
-        return Path(numba.config.CACHE_DIR)
+    if config.CACHE_DIR:  # NUMBA_CACHE_DIR: the user's word on where numba's files go
+        return Path(config.CACHE_DIR)
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg)
     try:
@@ -74,12 +110,12 @@ _FOLDER = cache_folder()
 
 def kernel(function: F) -> F:
     """Decorate a kernel. No fastmath and no parallel: bytes and figures must not depend on CPU or threads."""
-    dispatcher = numba.njit(nogil=True)(function)
-    if _FOLDER is not None and not numba.config.DISABLE_JIT:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(_FOLDER)  # read once, by the locator that _Cache picks
+    dispatcher: Any = numba.njit(nogil=True)(function)
+    if _FOLDER is not None and not config.DISABLE_JIT:
+        before = config.CACHE_DIR
+        config.CACHE_DIR = str(_FOLDER)  # read once, by the locator that _Cache picks
         try:
             dispatcher._cache = _Cache(function)
         finally:
-            numba.config.CACHE_DIR = before
+            config.CACHE_DIR = before
     return cast(F, dispatcher)

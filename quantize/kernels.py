@@ -19,7 +19,6 @@ from kizami.quantize.rows import (
     errors_row,
     group_maxima,
     largest_bits,
-    largest_codes,
     largest_magnitude,
     minmax_codes,
     nearest_codes,
@@ -28,7 +27,6 @@ from kizami.quantize.rows import (
 )
 from kizami.quantize.scales import (
     CODE_UNITS,
-    COUNT,
     VALUE_UNITS,
     choose,
     code_units,
@@ -41,13 +39,15 @@ from kizami.quantize.scales import (
     sum_values,
     value_units,
 )
+from kizami.quantize.vectors import COUNT
 
 
 class Source(NamedTuple):
-    """Weights as e4m3 codes whose groups lie inside one block column, or as float32 values; the other array is [0, K]."""
+    """Weights as e4m3 codes whose groups lie inside one block column, or as float32 values (the other is [0, 0])."""
 
     codes: Array  # uint8 [N, K]
-    signed: Array  # the same memory as int8
+    positive: Array  # int8 [N, K/32]: largest magnitude code of each sign in each chunk
+    negative: Array
     values: Array  # float32 [N, K]
     grid: Array  # float32 [gr, gc] block scales of the codes
     b0: int
@@ -104,12 +104,11 @@ def finish_row(
 
 @kernel
 def load_codes(
-    codes: Array, signed_bytes: Array, block_scale: Array, w: Array, positive_code: Array, negative_code: Array,
-    positive: Array, negative: Array,
+    codes: Array, positive_code: Array, negative_code: Array, block_scale: Array, w: Array, positive: Array,
+    negative: Array,
 ) -> None:  # fmt: skip
-    """A row of e4m3 codes to float32, and per chunk the largest code and weight of each sign."""
+    """A row of e4m3 codes to float32, and the largest weight of each sign per chunk."""
     decode_row(codes, block_scale, w)
-    largest_codes(signed_bytes, positive_code, negative_code)
     for c in range(positive.size):
         positive[c] = e4m3(positive_code[c]) * block_scale[c]
         negative[c] = e4m3(negative_code[c]) * block_scale[c]
@@ -120,23 +119,20 @@ def rule_rows(source: Any, g: int, is_minmax: bool, threshold: Any, out: Any) ->
     """`minmax` or `signed`."""
     rows, groups = out.scale.shape
     columns = out.packed.shape[1] * 8
-    w, restored, error = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
-    bits, error_bits, codes = w.view(np.int32), error.view(np.int32), np.empty(columns, np.uint8)
+    row = np.empty((3, columns), np.float32)
+    w, restored, error = row[0], row[1], row[2]
+    row_bits, codes = row.view(np.int32), np.empty(columns, np.uint8)
+    bits, error_bits = row_bits[0], row_bits[2]
     chunks = np.empty((4, columns // CHUNK), np.float32)
     step, block_scale, positive, negative = chunks[0], chunks[1], chunks[2], chunks[3]
-    code_maxima, bit_maxima = np.empty((2, columns // CHUNK), np.int32), chunks.view(np.int32)
-    group_positive, group_negative, scale = (
-        np.empty(groups, np.float32),
-        np.empty(groups, np.float32),
-        np.empty(groups, np.float32),
-    )
+    bit_maxima = chunks.view(np.int32)
+    group = np.empty((3, groups), np.float32)
+    group_positive, group_negative, scale = group[0], group[1], group[2]
     for r in range(rows):
         if source.codes.shape[0]:
             if r % source.b0 == 0:
                 chunk_scales(source.grid[r // source.b0], source.b1, block_scale)
-            load_codes(
-                source.codes[r], source.signed[r], block_scale, w, code_maxima[0], code_maxima[1], positive, negative
-            )
+            load_codes(source.codes[r], source.positive[r], source.negative[r], block_scale, w, positive, negative)
         else:
             w[:] = source.values[r]
             largest_bits(bits, bit_maxima[2], bit_maxima[3])
@@ -160,34 +156,31 @@ def search_rows(source: Any, g: int, search: Any, threshold: Any, out: Any) -> N
     rows, groups = out.scale.shape
     columns = out.packed.shape[1] * 8
     per_group = g // CHUNK
-    w, restored, error = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
-    bits, error_bits, codes = w.view(np.int32), error.view(np.int32), np.empty(columns, np.uint8)
+    row = np.empty((4, columns), np.float32)
+    w, restored, error, relative = row[0], row[1], row[2], row[3]
+    row_bits, codes = row.view(np.int32), np.empty(columns, np.uint8)
+    bits, error_bits = row_bits[0], row_bits[2]
     chunks = np.empty((4, columns // CHUNK), np.float32)
     step, block_scale, positive, negative = chunks[0], chunks[1], chunks[2], chunks[3]
-    code_maxima, bit_maxima = np.empty((2, columns // CHUNK), np.int32), chunks.view(np.int32)
-    group_positive, group_negative, scale = (
-        np.empty(groups, np.float32),
-        np.empty(groups, np.float32),
-        np.empty(groups, np.float32),
-    )
+    bit_maxima = chunks.view(np.int32)
+    group = np.empty((3, groups), np.float32)
+    group_positive, group_negative, scale = group[0], group[1], group[2]
     group_codes, fit = np.empty((2, groups), np.int32), np.empty((2, columns // CHUNK), np.int32)
     unit, sums = np.empty(groups, np.float64), np.empty((groups, COUNT), np.int32)
-    offsets, units, relative = np.empty(columns, np.int32), np.empty(columns, np.int32), np.empty(columns, np.float32)
+    offsets, units = np.empty(columns, np.int32), np.empty(columns, np.int32)
     for r in range(rows):
         if source.codes.shape[0]:
             if r % source.b0 == 0:
                 chunk_scales(source.grid[r // source.b0], source.b1, block_scale)
-            load_codes(
-                source.codes[r], source.signed[r], block_scale, w, code_maxima[0], code_maxima[1], positive, negative
-            )
+            load_codes(source.codes[r], source.positive[r], source.negative[r], block_scale, w, positive, negative)
         else:
             w[:] = source.values[r]
             largest_bits(bits, bit_maxima[2], bit_maxima[3])
         group_maxima(positive, group_positive)
         group_maxima(negative, group_negative)
         if source.codes.shape[0]:
-            group_maxima(code_maxima[0], group_codes[0])
-            group_maxima(code_maxima[1], group_codes[1])
+            group_maxima(source.positive[r], group_codes[0])
+            group_maxima(source.negative[r], group_codes[1])
             sum_codes(source.codes[r], group_codes[0], group_codes[1], search.table, offsets, sums)
             code_units(source.codes[r], units)
             for k in range(groups):

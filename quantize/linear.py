@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from kizami.quantize import survey
 from kizami.quantize.kernels import Output, Search, Source, new_output, rule_rows, search_rows
 from kizami.quantize.metrics import ErrorSums
+from kizami.quantize.rows import CHUNK
 from kizami.quantize.search_tables import MINUS, candidates, error_table
 from kizami.quantize.settings import GROUP_SIZES, Method
 
 TILE = 1 << 18  # float32 values held at a time where a source has to be widened
-MIN_BLOCK = 1 << 12  # weights per block from which a histogram per block is cheaper than ranking every weight
 
 _NO_VALUES = np.empty((0, 0), np.float32)
 _NO_CODES = np.empty((0, 0), np.uint8)
 _NO_GRID = np.empty((0, 0), np.float32)
-_NO_COUNTS = np.empty(0, np.int64)
+_NO_MAXIMA = np.empty((0, 0), np.int8)
 
 Array = NDArray[Any]
 Tiles = Callable[[], Iterator[tuple[int, NDArray[np.float32]]]]  # (first row, float32 rows), restartable
@@ -51,32 +51,30 @@ def quantize_linear(
     """weight [N, K]: uint8 e4m3 bytes with float32 `scale` [ceil(N/b0), ceil(K/b1)], or uint16 BF16 bits, float16 or
     float32 without one. K is a multiple of group_size. Raises NonFiniteError.
     """
-    assert group_size in GROUP_SIZES and weight.ndim == 2 and weight.shape[1] % group_size == 0
+    assert group_size in GROUP_SIZES, group_size
+    assert weight.shape[1] % group_size == 0, (group_size, weight.shape)
     rows, columns = weight.shape
     out = new_output(rows, columns, group_size)
-    threshold = np.float32(0)
-    if weight.size:
-        if weight.dtype == np.uint8:
-            assert scale is not None and block is not None
-            weight, grid, block = _fp8(weight, scale, block)
-            _check_scales(weight, grid, block, 0)
-            tiles = _fp8_tiles(weight, grid, block)
-        else:
-            assert scale is None
-            grid = None
-            tiles = _float_tiles(weight)
-        if grid is not None and block is not None and (block[1] % group_size == 0 or block[1] >= columns):
-            threshold = _survey_blocks(weight, grid, block, tiles)
-            source = Source(weight, weight.view(np.int8), _NO_VALUES, grid, *block)
-            _quantize_rows(source, group_size, method, threshold, out)
-        else:
-            threshold = _survey_values(weight, grid, block, tiles)
-            for first, values in tiles():
-                part = out._replace(
-                    packed=out.packed[first : first + len(values)], scale=out.scale[first:][: len(values)]
-                )
-                source = Source(_NO_CODES, _NO_CODES.view(np.int8), values, _NO_GRID, 1, 1)
-                _quantize_rows(source, group_size, method, threshold, part)
+    grid = None
+    if not weight.size:
+        return PackedLinear(out.packed, out.scale, _sums(out, 0))
+    if scale is not None and block is not None:
+        weight, grid, block = _fp8(weight, scale, block)
+        _check_scales(weight, grid, block, 0)
+        tiles = _fp8_tiles(weight, grid, block)
+    else:
+        assert weight.dtype in (np.uint16, np.float16, np.float32)
+        tiles = _float_tiles(weight)
+    if grid is not None and block is not None and (block[1] % group_size == 0 or block[1] >= columns):
+        source, threshold = _survey_codes(weight, grid, block)
+        _quantize_rows(source, group_size, method, threshold, out)
+    else:
+        threshold = _survey_values(weight, grid, block, tiles)
+        for first, values in tiles():
+            rows_of = slice(first, first + len(values))
+            part = out._replace(packed=out.packed[rows_of], scale=out.scale[rows_of])
+            source = Source(_NO_CODES, _NO_MAXIMA, _NO_MAXIMA, values, _NO_GRID, 1, 1)
+            _quantize_rows(source, group_size, method, threshold, part)
     return PackedLinear(out.packed, out.scale, _sums(out, weight.size))
 
 
@@ -91,7 +89,7 @@ def dequantize_rows(
     if weight.size:
         _check_scales(weight, grid, block, first_row)
         if not survey.dequantize(weight, grid, *block, first_row, out):
-            raise _first_bad(weight, grid, block, first_row, 1.9960937 * survey.TOO_LARGE)
+            raise _first_bad(weight, grid, block, first_row, survey.BF16_OVERFLOW)
     return out
 
 
@@ -100,19 +98,22 @@ def warm_up(method: Method, group_size: int) -> None:
     codes = np.full((1, group_size), 0x38, np.uint8)
     scale = np.ones((1, 1), np.float32)
     quantize_linear(codes, scale, (128, 128), group_size, method)
-    quantize_linear(np.ones((1, group_size), np.float32), None, None, group_size, method)
+    quantize_linear(codes, np.ones((1, group_size // 16), np.float32), (128, 16), group_size, method)  # the float path
     dequantize_rows(codes, scale, (128, 128), 0)
 
 
 def _fp8(
     weight: Array, scale: NDArray[np.float32], block: tuple[int, int], first_row: int = 0
 ) -> tuple[Array, NDArray[np.float32], tuple[int, int]]:
-    """Arrays of the one kind the kernels are compiled for: contiguous, writable; blocks no larger than needed."""
-    b0, b1 = block
+    """Arguments of the one kind the kernels are compiled for: contiguous, writable arrays, plain integers."""
+    b0, b1 = int(block[0]), int(block[1])
     end = first_row + weight.shape[0]
-    assert b0 > 0 and b1 > 0 and weight.dtype == np.uint8 and scale.dtype == np.float32
-    assert scale.ndim == 2 and scale.shape[0] >= -(-end // b0) and scale.shape[1] == -(-weight.shape[1] // b1)
-    return np.require(weight, requirements="CW"), np.require(scale, requirements="CW"), (b0, b1)
+    assert min(block) > 0, block
+    assert weight.dtype == np.uint8, weight.dtype
+    assert scale.dtype == np.float32, scale.dtype
+    assert scale.shape[0] >= -(-end // b0), (weight.shape, scale.shape, block)
+    assert scale.shape[1:] == (-(-weight.shape[1] // b1),), (weight.shape, scale.shape, block)
+    return np.require(weight, requirements=["C", "W"]), np.require(scale, requirements=["C", "W"]), (b0, b1)
 
 
 def _check_scales(weight: Array, grid: NDArray[np.float32], block: tuple[int, int], first_row: int) -> None:
@@ -148,38 +149,40 @@ def _row_tiles(weight: Array) -> Iterator[tuple[int, Array]]:
         yield first, weight[first : first + step]
 
 
-def _survey_blocks(weight: Array, grid: NDArray[np.float32], block: tuple[int, int], tiles: Tiles) -> np.float32:
-    """Threshold of the top 0.1 % from a histogram of codes per block."""
-    rows, columns = weight.shape
-    if min(block[0], rows) * min(block[1], columns) < MIN_BLOCK:
-        return _survey_values(weight, grid, block, tiles)
-    used = grid[: -(-rows // block[0])]
-    counts = np.zeros((*used.shape, 256), np.int32)
-    survey.count_codes(weight, *block, counts)
-    folded = (counts[..., :128] + counts[..., 128:]).astype(np.int64)
-    if folded[..., 127].any():
+def _survey_codes(weight: Array, grid: NDArray[np.float32], block: tuple[int, int]) -> tuple[Source, np.float32]:
+    """The tensor with its extremes, and the threshold of its top 0.1 %."""
+    signed = weight.view(np.int8)
+    chunks = (weight.shape[0], weight.shape[1] // CHUNK)
+    positive, negative, peaks = np.empty(chunks, np.int8), np.empty(chunks, np.int8), np.empty(chunks, np.float32)
+    survey.code_maxima(signed, positive, negative)
+    survey.code_peaks(positive, negative, grid, *block, peaks)
+    nan = max(positive.max(), negative.max()) == survey.NAN_CODE
+    if nan or not peaks.max() < survey.TOO_LARGE:
         raise _first_bad(weight, grid, block, 0, survey.TOO_LARGE)
-    with np.errstate(over="ignore"):
-        values = survey.MAGNITUDES * used[..., None]
-    if (values[folded[..., :127] > 0] >= survey.TOO_LARGE).any():
-        raise _first_bad(weight, grid, block, 0, survey.TOO_LARGE)
-    bits = values.view(np.int32).reshape(-1)
-    weights = np.ascontiguousarray(folded[..., :127]).reshape(-1)
-    return survey.threshold_of(lambda: [(bits, weights)], weight.size)
+    floor = survey.floor_of(peaks, weight.size)
+    found = np.empty(survey.top_count(weight.size) * CHUNK, np.float32)
+    count = survey.codes_above(weight, grid, *block, peaks, floor, found)
+    source = Source(weight, positive, negative, _NO_VALUES, grid, *block)
+    return source, survey.threshold_of(found[:count], floor, weight.size)
 
 
 def _survey_values(
     weight: Array, grid: NDArray[np.float32] | None, block: tuple[int, int] | None, tiles: Tiles
 ) -> np.float32:
-    """The same by ranking every weight."""
+    """The same for weights that are widened tile by tile."""
+    peaks = np.empty((weight.shape[0], weight.shape[1] // CHUNK), np.float32)
     for first, values in tiles():
-        codes = weight[first : first + len(values)]
+        codes, part = weight[first : first + len(values)], peaks[first : first + len(values)]
+        survey.value_peaks(values, part)
         nan = grid is not None and bool(((codes & 0x7F) == 0x7F).any())
-        if nan or not (np.abs(values) < survey.TOO_LARGE).all():
+        if nan or not (part < survey.TOO_LARGE).all():
             raise _first_bad(codes, grid, block, first, survey.TOO_LARGE)
-    return survey.threshold_of(
-        lambda: ((values.view(np.int32).reshape(-1), _NO_COUNTS) for _, values in tiles()), weight.size
-    )
+    floor = survey.floor_of(peaks, weight.size)
+    found = np.empty(survey.top_count(weight.size) * CHUNK, np.float32)
+    count = 0
+    for first, values in tiles():
+        count += survey.values_above(values, peaks[first : first + len(values)], floor, found[count:])
+    return survey.threshold_of(found[:count], floor, weight.size)
 
 
 def _first_bad(
@@ -187,7 +190,7 @@ def _first_bad(
 ) -> NonFiniteError:
     """Slow and only on the way out: look again, row by row, for the first weight that is not finite or beyond limit."""
     for r, row in enumerate(weight):
-        s = np.float32(1)
+        s: Any = None
         if grid is not None and block is not None:
             s = grid[(first_row + r) // block[0]][np.arange(row.size) // block[1]]
             nan = (row & 0x7F) == 0x7F
@@ -199,7 +202,7 @@ def _first_bad(
             bad = ~(np.abs(w) < limit)
         if bad.any():
             c = int(np.argmax(bad))
-            return NonFiniteError(first_row + r, c, _found(row[c], w[c], None if grid is None else s[c]))
+            return NonFiniteError(first_row + r, c, _found(row[c], w[c], None if s is None else s[c]))
     raise AssertionError("a kernel saw a weight that is not finite, the search for it did not")
 
 

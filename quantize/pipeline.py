@@ -15,7 +15,7 @@ from kizami.formats.files import file_sha256
 from kizami.formats.reader import TensorReader
 from kizami.quantize.allocator import return_large_blocks
 from kizami.quantize.executor import available_cores
-from kizami.quantize.finish import finish
+from kizami.quantize.finish import complete_published, finish
 from kizami.quantize.journal import FOLDER, JOURNAL, Journal, ShardRecord
 from kizami.quantize.linear import warm_up
 from kizami.quantize.plan import Plan, Shard
@@ -65,6 +65,9 @@ def run(
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """
     return_large_blocks()
+    if (published := complete_published(plan, out)) is not None:
+        on_event(Started(len(plan.shards), len(plan.shards), ()))
+        return published
     partial = prepare_folders(checkpoint.root, out)
     journal = Journal.open(partial, plan.identity | {"plan_hash": plan.hash}, restart=restart)
     try:
@@ -83,6 +86,10 @@ def run(
 
 def prepare_folders(source: Path, out: Path) -> Path:
     """Checks OUT and gives OUT.partial. The source is never written to, and nothing of a stranger is removed."""
+    if out.name in ("", ".."):  # OUT.partial lies beside it
+        raise KizamiError(
+            "is a place, not the name of a new folder", code="bad_out", file=str(out), hint="give OUT a name"
+        )
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise KizamiError(
             "exists and is not empty; kizami writes complete new folders only",

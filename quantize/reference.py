@@ -35,7 +35,7 @@ def decode_e4m3(codes: NDArray[np.uint8]) -> F32:
 
 
 def dequantize(codes: NDArray[np.uint8], scale: F32, block: tuple[int, int], first_row: int = 0) -> F32:
-    """float32 product of e4m3 values and block scales; `codes` are rows first_row.. of the tensor `scale` belongs to."""
+    """float32 product of e4m3 values and block scales; `codes` are rows first_row.. of the tensor of `scale`."""
     rows = (first_row + np.arange(codes.shape[0])) // block[0]
     columns = np.arange(codes.shape[1]) // block[1]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -55,8 +55,9 @@ def from_bf16(bits: NDArray[np.uint16]) -> F32:
 
 def pack(codes: Codes) -> NDArray[np.int32]:
     """int8 [N, K] to int32 [N, K/8]: column 8j+i is nibble i of word j, stored as q + 8."""
-    nibbles = (codes.astype(np.int64) + 8).reshape(codes.shape[0], -1, 8)
-    return (nibbles << (4 * np.arange(8))).sum(axis=2).astype(np.uint32).view(np.int32)
+    nibbles: NDArray[np.int64] = (codes.astype(np.int64) + 8).reshape(codes.shape[0], -1, 8)
+    words: NDArray[np.uint32] = (nibbles << (4 * np.arange(8))).sum(axis=2).astype(np.uint32)
+    return words.view(np.int32)
 
 
 def unpack(words: NDArray[np.int32]) -> Codes:
@@ -87,13 +88,15 @@ def nearest_codes(w: F32, s: F32, g: int) -> Codes:
     """clamp(rint(w / s)): the nearest code, ties to even; exact by 1.4."""
     with np.errstate(over="ignore"):
         quotient = _groups(w, g) / s[:, :, None]
-    return np.clip(np.rint(quotient), -8, 7).astype(np.int8).reshape(w.shape)
+    codes: Codes = np.clip(np.rint(quotient), -8, 7).astype(np.int8)
+    return codes.reshape(w.shape)
 
 
 def steps_off(w: F32, codes: Codes, s: F32, g: int) -> F64:
-    """(W - q s) / |s| for every weight; comparisons with k/2 are exact, since the product with s is."""
+    """(W - q s) / |s| for every weight. Comparing it with k/2 decides exactly: float64 has bits to spare."""
     s64 = np.repeat(s.astype(np.float64), g, axis=1)
-    return (w.astype(np.float64) - codes * s64) / np.abs(s64)
+    off: F64 = (w.astype(np.float64) - codes * s64) / np.abs(s64)
+    return off
 
 
 def is_nearest(w: F32, codes: Codes, s: F32, g: int) -> NDArray[np.bool_]:
@@ -103,14 +106,16 @@ def is_nearest(w: F32, codes: Codes, s: F32, g: int) -> NDArray[np.bool_]:
     q, step = codes.astype(np.float64), np.abs(s64)
     above = ((2 * q - 1) * step <= ratio_side) | (codes == -8)
     below = (ratio_side <= (2 * q + 1) * step) | (codes == 7)
-    return above & below
+    both: NDArray[np.bool_] = above & below
+    return both
 
 
 def round_to_bf16(x: F64) -> F64:
     """float64 to the nearest BF16 value in one rounding."""
     _, exponent = np.frexp(x)
     quantum = np.ldexp(1.0, np.maximum(exponent, -125) - 8)
-    return np.rint(x / quantum) * quantum
+    rounded: F64 = np.rint(x / quantum) * quantum
+    return rounded
 
 
 def lowest_scale(high: F64, low: F64, kappa: float | None) -> F64:
@@ -118,14 +123,20 @@ def lowest_scale(high: F64, low: F64, kappa: float | None) -> F64:
     floor = np.full(high.shape, SMALLEST_SCALE)
     if kappa is None:
         return floor
+
+    def fits(s: F64) -> NDArray[np.bool_]:
+        inside: NDArray[np.bool_] = (high <= (7 + kappa) * s) & (low <= (8 + kappa) * s)
+        return inside
+
     s = np.maximum(round_to_bf16(np.maximum(high / (7 + kappa), low / (8 + kappa))), floor)
-    for shift in (-1, 1, 1):  # to the value below where that still holds, then up until it does
-        bits = to_bf16(s.astype(np.float32)).astype(np.int32)
-        other = from_bf16((bits + shift).astype(np.uint16)).astype(np.float64)
-        tested = other if shift < 0 else s
-        fits = (high <= (7 + kappa) * tested) & (low <= (8 + kappa) * tested)
-        s = np.where(fits, s if shift > 0 else other, other if shift > 0 else s)
-    return np.maximum(s, floor)
+    s = np.where(fits(_bf16_neighbour(s, -1)), _bf16_neighbour(s, -1), s)
+    lowest: F64 = np.maximum(np.where(fits(s), s, _bf16_neighbour(s, 1)), floor)
+    return lowest
+
+
+def _bf16_neighbour(s: F64, by: int) -> F64:
+    bits = to_bf16(s.astype(np.float32)).astype(np.int32) + by
+    return from_bf16(bits.astype(np.uint16)).astype(np.float64)
 
 
 def best_scales(w: F32, g: int, *, kappa: float | None = None, positive: bool = False, h: F64 | None = None) -> F32:

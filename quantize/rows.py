@@ -62,7 +62,7 @@ def decode_row(codes: Array, scale: Array, w: Array) -> None:
 
 @kernel
 def largest_codes(signed_bytes: Array, positive: Array, negative: Array) -> None:
-    """Per chunk the largest magnitude code (0..126) of each sign; int8 bytes in, int32 out. -0.0 counts as 0."""
+    """Per chunk the largest magnitude code of each sign, all int8; 127 where there is a NaN. -0.0 counts as 0."""
     for c in range(positive.size):
         o = c * CHUNK
         p = np.int8(0)
@@ -173,19 +173,17 @@ def largest_magnitude(bits: Array) -> Any:
 
 
 @kernel
-def count_clipped(w: Array, step: Array, positive: Array, negative: Array) -> int:
+def count_clipped(w: Array, step: Array, positive: Array, negative: Array) -> Any:
     """Weights outside [-8.5 s, 7.5 s]; both bounds are exact in float32. Few chunks have to be looked through."""
-    total = 0
+    lanes = np.zeros(CHUNK, np.int32)
     for c in range(step.size):
         a, b = np.float32(7.5) * step[c], np.float32(-8.5) * step[c]
         high, low = max(a, b), min(a, b)
         if positive[c] > high or -negative[c] < low:
             o = c * CHUNK
-            n = np.int32(0)
             for i in range(CHUNK):
-                n = np.int32(n + np.int32(w[o + i] > high) + np.int32(w[o + i] < low))
-            total += n
-    return total
+                lanes[i] = np.int32(lanes[i] + np.int32(w[o + i] > high) + np.int32(w[o + i] < low))
+    return lanes.sum()
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Scale rules: `minmax`, `signed`, and the steps of `search` (int4-algorithms sections 3, 4, 6), a row of groups at a time."""
+"""Scale rules `minmax`, `signed`, and the steps of `search` (int4-algorithms sections 3, 4, 6), a row at a time."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def sum_values(relative: Array, divisors: Array, sums: Array) -> None:
     for k in range(sums.shape[0]):
         for j in range(COUNT):
             d = np.float32(divisors[j])
-            total = 0
+            total: Any = 0
             for o in range(k * g, (k + 1) * g, CHUNK):
                 part = np.int32(0)
                 for i in range(CHUNK):
@@ -96,7 +96,7 @@ def sum_values(relative: Array, divisors: Array, sums: Array) -> None:
 
 
 @kernel
-def smallest(sums: Array, hole: int, resume: int, last: int) -> int:
+def smallest(sums: Array, hole: int, resume: int, last: int) -> Any:
     """Index of the first smallest of sums[:hole] and sums[resume:last], by one minimum of value and index."""
     best = np.int32(0x7FFFFFFF)
     for j in range(COUNT):

@@ -1,4 +1,4 @@
-"""The first pass over a tensor: is every weight finite, and where do the largest 0.1 % begin."""
+"""The first pass over a tensor: is every weight finite, and where do the largest 0.1 % begin. And plain decoding."""
 
 from typing import Any
 
@@ -6,90 +6,128 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kizami.quantize.jit import kernel
-from kizami.quantize.rows import Array, round_bf16
-from kizami.quantize.rows import e4m3 as e4m3_value
+from kizami.quantize.rows import CHUNK, Array, e4m3, largest_bits, largest_codes, round_bf16
 from kizami.quantize.search_tables import e4m3_magnitudes
 
-LOW_BITS = 15  # float32 magnitudes have 31 bits: ranked by the upper 16, then by the lower 15
 MAGNITUDES = e4m3_magnitudes().astype(np.float32)
 SIGNED = np.concatenate([MAGNITUDES, [np.nan], -MAGNITUDES, [np.nan]]).astype(np.float32)  # by byte
 TOO_LARGE = 2.0**127  # below it q*s stays finite in BF16 and float32 for every method
+BF16_OVERFLOW = (2 - 2.0**-8) * 2.0**127  # the smallest magnitude that rounds to infinity
+NAN_CODE = 127
+EXPONENT = np.uint32(0x7F800000)
 
 
 @kernel
-def count_codes(weight: Array, b0: int, b1: int, counts: Array) -> None:
-    """counts [gr, gc, 256] += how often each byte occurs in each block."""
-    rows, columns = weight.shape
-    for r in range(rows):
-        row = weight[r]
-        for j in range(counts.shape[1]):
-            here = counts[r // b0, j]
-            for c in range(j * b1, min(columns, (j + 1) * b1)):
-                here[row[c]] += 1
+def code_maxima(signed: Array, positive: Array, negative: Array) -> None:
+    """int8 [N, K] to int8 [N, K/32]: largest magnitude code of each sign in each chunk; 127 where there is a NaN."""
+    for r in range(signed.shape[0]):
+        largest_codes(signed[r], positive[r], negative[r])
 
 
 @kernel
-def count_values(bits: Array, weights: Array, prefix: int, counts: Array) -> None:
-    """counts += weights by the upper bits (prefix < 0) or, of values that begin with prefix, by the lower ones."""
-    for i in range(bits.size):
-        x = np.int64(bits[i] & np.int32(0x7FFFFFFF))
-        n = np.int64(weights[i]) if weights.size else 1
-        if prefix < 0:
-            counts[x >> LOW_BITS] += n
-        elif (x >> LOW_BITS) == prefix:
-            counts[x & ((1 << LOW_BITS) - 1)] += n
+def code_peaks(positive: Array, negative: Array, grid: Array, b0: int, b1: int, peaks: Array) -> None:
+    """max |W| of each chunk; rounding of the product is monotonic."""
+    for r in range(peaks.shape[0]):
+        scales = grid[r // b0]
+        for c in range(peaks.shape[1]):
+            peaks[r, c] = e4m3(max(positive[r, c], negative[r, c])) * scales[(c * CHUNK) // b1]
+
+
+@kernel
+def value_peaks(values: Array, peaks: Array) -> None:
+    """The same for float32 rows; not a number where there is one."""
+    bits, peak_bits = values.view(np.int32), peaks.view(np.int32)
+    negative = np.empty(peaks.shape[1], np.int32)
+    for r in range(peaks.shape[0]):
+        largest_bits(bits[r], peak_bits[r], negative)
+        for c in range(negative.size):
+            peak_bits[r, c] = max(peak_bits[r, c], negative[c])
+
+
+@kernel
+def codes_above(codes: Array, grid: Array, b0: int, b1: int, peaks: Array, floor: Any, found: Array) -> int:
+    """|W| > floor of the chunks whose peak says that there are any, to `found`; how many."""
+    n = 0
+    for r in range(peaks.shape[0]):
+        for c in range(peaks.shape[1]):
+            if peaks[r, c] > floor:
+                s = grid[r // b0, (c * CHUNK) // b1]
+                for j in range(c * CHUNK, (c + 1) * CHUNK):
+                    x = abs(e4m3(codes[r, j]) * s)
+                    if x > floor:
+                        found[n] = x
+                        n += 1
+    return n
+
+
+@kernel
+def values_above(values: Array, peaks: Array, floor: Any, found: Array) -> int:
+    n = 0
+    for r in range(peaks.shape[0]):
+        for c in range(peaks.shape[1]):
+            if peaks[r, c] > floor:
+                for j in range(c * CHUNK, (c + 1) * CHUNK):
+                    if abs(values[r, j]) > floor:
+                        found[n] = abs(values[r, j])
+                        n += 1
+    return n
+
+
+@kernel
+def decode_span(codes: Array, s: Any, out: Array) -> None:
+    for i in range(codes.size):
+        out[i] = e4m3(codes[i]) * s
 
 
 @kernel
 def decode_rows(weight: Array, grid: Array, b0: int, b1: int, first_row: int, out: Array) -> None:
     """float32 rows of a tensor with blocks of any size; `grid` is the whole tensor's, row 0 is its row first_row."""
-    rows, columns = weight.shape
-    for r in range(rows):
-        row, target = weight[r], out[r]
-        for j in range(grid.shape[1]):
-            s = grid[(first_row + r) // b0, j]
-            for c in range(j * b1, min(columns, (j + 1) * b1)):
-                target[c] = e4m3_value(row[c]) * s
+    for r in range(weight.shape[0]):
+        scales = grid[(first_row + r) // b0]
+        for j in range(scales.size):
+            span = slice(j * b1, (j + 1) * b1)
+            decode_span(weight[r][span], scales[j], out[r][span])
 
 
 @kernel
-def dequantize(weight: Array, grid: Array, b0: int, b1: int, first_row: int, out: Array) -> bool:
+def dequantize_span(codes: Array, s: Any, out: Array) -> Any:
+    """Not 0 if a result is not finite or a byte is NaN."""
+    bad = np.uint32(0)
+    for i in range(codes.size):
+        bits = np.uint32(np.float32(round_bf16(e4m3(codes[i]) * s)).view(np.uint32))
+        out[i] = np.uint16(bits >> np.uint32(16))
+        nan = np.uint32(codes[i] & np.uint8(0x7F)) == np.uint32(0x7F)
+        bad = np.uint32(bad | np.uint32(((bits & EXPONENT) == EXPONENT) | nan))
+    return bad
+
+
+@kernel
+def dequantize(weight: Array, grid: Array, b0: int, b1: int, first_row: int, out: Array) -> Any:
     """The same as BF16 bits; True if every result is finite and no byte is NaN."""
-    rows, columns = weight.shape
-    bad = 0
-    for r in range(rows):
-        row, target = weight[r], out[r]
-        for j in range(grid.shape[1]):
-            s = grid[(first_row + r) // b0, j]
-            for c in range(j * b1, min(columns, (j + 1) * b1)):
-                x = round_bf16(e4m3_value(row[c]) * s)
-                bits = np.uint32(np.float32(x).view(np.uint32))
-                target[c] = np.uint16(bits >> np.uint32(16))
-                bad += (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
-                bad += (row[c] & np.uint8(0x7F)) == np.uint8(0x7F)
+    bad = np.uint32(0)
+    for r in range(weight.shape[0]):
+        scales = grid[(first_row + r) // b0]
+        for j in range(scales.size):
+            span = slice(j * b1, (j + 1) * b1)
+            bad = np.uint32(bad | dequantize_span(weight[r][span], scales[j], out[r][span]))
     return bad == 0
 
 
-def rank_from_counts(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
-    """(index of the bin that holds the element of this rank, rank within that bin)."""
-    below = np.cumsum(counts)
-    index = int(np.searchsorted(below, rank, side="right"))
-    return index, rank - (int(below[index - 1]) if index else 0)
+def top_count(n: int) -> int:
+    """How many of n weights are not below the int(0.999 n)-th smallest (counted from 0), if none are equal."""
+    return n - int(0.999 * n)
 
 
-def top_rank(n: int) -> int:
-    return int(0.999 * n)
+def floor_of(peaks: NDArray[np.float32], n: int) -> np.float32:
+    """A bound below the top_count(n)-th largest |W|: as many chunks have their peak, hence a weight, not below it."""
+    flat = peaks.reshape(-1)
+    rank = flat.size - top_count(n)
+    return np.float32(np.partition(flat, rank)[rank])
 
 
-def threshold_of(chunks: Any, n: int) -> np.float32:
-    """The top_rank(n)-th smallest |W|, exact; `chunks()` gives (float32 bits as int32, counts or empty) anew each time."""
-    rank = top_rank(n)
-    high = np.zeros(1 << 16, np.int64)
-    for bits, weights in chunks():
-        count_values(bits, weights, -1, high)
-    prefix, rest = rank_from_counts(high, rank)
-    low = np.zeros(1 << LOW_BITS, np.int64)
-    for bits, weights in chunks():
-        count_values(bits, weights, prefix, low)
-    suffix, _ = rank_from_counts(low, rest)
-    return np.uint32(prefix << LOW_BITS | suffix).view(np.float32)
+def threshold_of(above: NDArray[np.float32], floor: np.float32, n: int) -> np.float32:
+    """The int(0.999 n)-th smallest |W|, exact, from all |W| > floor."""
+    count = top_count(n)
+    if above.size < count:
+        return floor
+    return np.float32(np.partition(above, above.size - count)[above.size - count])

@@ -147,15 +147,18 @@ def kimi_k25(glm: Path, out: Path) -> Path:
 
 def decoded_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """BF16 value of a block-FP8 weight by the oracle."""
-    values = reference.decode_fp8(weight.view(torch.uint8).numpy(), scale.numpy(), block)
-    return torch.from_numpy(np.asarray(values, np.float32)).to(torch.bfloat16)
+    return _bf16(reference.dequantize(weight.view(torch.uint8).numpy(), scale.numpy(), block))
 
 
-def decoded_int4(packed: torch.Tensor, scale: torch.Tensor, columns: int) -> torch.Tensor:
+def decoded_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """BF16 value of a packed weight by the oracle."""
-    codes = reference.unpack(packed.numpy(), columns)
-    values = reference.dequantize(codes, scale.view(torch.uint16).numpy())
-    return torch.from_numpy(np.asarray(values, np.float32)).to(torch.bfloat16)
+    codes = reference.unpack(packed.numpy())
+    steps = reference.from_bf16(scale.view(torch.uint16).numpy())
+    return _bf16(codes * np.repeat(steps, codes.shape[1] // steps.shape[1], axis=1))
+
+
+def _bf16(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(reference.to_bf16(values)).view(torch.bfloat16)
 
 
 def dense_twin(quantized: Path, out: Path) -> Path:
@@ -167,8 +170,7 @@ def dense_twin(quantized: Path, out: Path) -> Path:
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
         if name.endswith(".weight_packed"):
-            columns = int(tensors[f"{module}.weight_shape"][1])
-            dense[f"{module}.weight"] = decoded_int4(tensor, tensors[f"{module}.weight_scale"], columns)
+            dense[f"{module}.weight"] = decoded_int4(tensor, tensors[f"{module}.weight_scale"])
         elif tensor.dtype == torch.float8_e4m3fn:
             dense[name] = decoded_fp8(tensor, tensors[f"{module}.weight_scale"], (128, 128))
         elif not name.endswith((".weight_scale", ".weight_shape")):

@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 REPORT = "kizami-report.jsonl"
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
-DTYPES = {"F32": "<f4", "I32": "<i4", "BF16": "<u2", "F8_E4M3": "u1", "F8_E8M0": "u1"}
+DTYPES = {"F32": "<f4", "F16": "<f2", "I32": "<i4", "BF16": "<u2", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 BIG = 1 << 24  # weights of this size are left to the checks of their own case
 
 
@@ -60,7 +60,8 @@ class Folder:
         self.begin: dict[str, int] = {}
         for file in self.files:
             header = read_header(root / file)
-            self.begin[file] = 8 + int.from_bytes((root / file).open("rb").read(8), "little")
+            with open(root / file, "rb") as stream:
+                self.begin[file] = 8 + int.from_bytes(stream.read(8), "little")
             self.metadata[file] = header.pop("__metadata__", None)
             for name, entry in header.items():
                 assert name not in self.entries, f"{name} is in two files"
@@ -127,6 +128,8 @@ def scale_values(folder: Folder, name: str) -> np.ndarray:
             return np.ldexp(np.float32(1), raw.astype(np.int32) - 127)
         case "BF16":
             return bf16_to_f32(raw)
+        case "F16":
+            return raw.astype(np.float32)
         case "F32":
             return raw
     raise AssertionError(f"{name}: no rule for a scale of {folder.dtype(name)}")

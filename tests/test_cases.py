@@ -4,13 +4,9 @@ import contextlib
 import io
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +14,20 @@ import case_checks
 import make_cases
 import pytest
 from case_checks import Ran, run_check
-from make_cases import shard_name
-from output_oracle import (
-    Folder,
-    assert_folder_is_whole,
-    assert_rules_are_the_tensors,
-    assert_tensors_are_right,
-    contents,
-    parse_json,
+from case_runner import (
+    FILE_LIMIT,
+    KILL_AFTER,
+    Said,
+    assert_converted,
+    assert_mentions,
+    assert_refused,
+    error_object,
+    in_a_process,
+    kizami,
+    measure,
 )
-
-from kizami.cli.app import main
+from make_cases import shard_name
+from output_oracle import Folder, contents, parse_json
 
 RUNS: dict[int, tuple[str, ...]] = {
     1: ("moved",),
@@ -91,26 +90,6 @@ SLOW = {35, 36, 37, 48}
 
 
 # ---------------------------------------------------------------- running
-
-
-@dataclass(frozen=True)
-class Said:
-    code: int
-    stdout: str
-    stderr: str
-
-
-def kizami(*words: str | Path) -> Said:
-    """The command line, in this process: kernels are loaded once for all runs."""
-    out, err = io.StringIO(), io.StringIO()
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as exit:
-            main([str(word) for word in words])
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert isinstance(exit.value.code, int)
-    return Said(exit.value.code, out.getvalue(), err.getvalue())
 
 
 class Cases:
@@ -194,50 +173,11 @@ class Run:
         assert not self.out.exists()
 
     def assert_success(self, said: Said) -> None:
-        assert said.code == 0, f"exit {said.code}\n{said.stderr}"
-        assert not self.partial.exists()
-        out, source = Folder(self.out), Folder(self.source)
-        assert_folder_is_whole(out)
-        assert_tensors_are_right(out, source)
-        assert_rules_are_the_tensors(out)
-        ran = Ran(out, source, said.stdout, said.stderr, self.case, self.convert_alike)
+        out = assert_converted(said, self.source, self.out)
+        ran = Ran(out, Folder(self.source), said.stdout, said.stderr, self.case, self.convert_alike)
         for facts in self.facts.get("checks", ()):
             if facts["check"] != "peak_rss_over_baseline_mib_at_most":  # needs a process of its own: case 37
                 run_check(ran, facts)
-        verified = kizami("verify", self.out, "--against", self.source)
-        assert verified.code == 0, verified.stderr
-
-
-def assert_refused(said: Said, mentions: list[str]) -> None:
-    assert said.code == 2, f"exit {said.code}\n{said.stderr}"
-    lines = said.stderr.splitlines()
-    assert len(lines) == 1, said.stderr
-    assert said.stdout == ""
-    assert "Traceback" not in said.stderr
-    assert_mentions(said.stderr, mentions)
-
-
-def assert_mentions(text: str, mentions: list[str]) -> None:
-    bare = re.sub(r"\s", "", text)
-    missing = [mention for mention in mentions if re.sub(r"\s", "", mention) not in bare]
-    assert not missing, f"{missing} not in: {text}"
-
-
-def error_object(said: Said) -> dict[str, Any]:
-    document = parse_json(said.stdout)
-    assert set(document) == {"schema", "error"}
-    assert document["schema"] == "kizami.error/1"
-    error = document["error"]
-    assert set(error) == {"code", "message", "file", "tensor", "hint"}
-    assert re.fullmatch(r"[a-z][a-z0-9_]*", error["code"])
-    assert error["message"]
-    assert all(value is None or isinstance(value, str) for value in error.values())
-    return dict(error)
-
-
-def in_a_process(script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 # ---------------------------------------------------------------- what some cases do around the command
@@ -248,7 +188,7 @@ def plainly(run: Run) -> None:
 
 
 def plan_for_ranks(run: Run) -> None:
-    """Case 15, as `kizami plan` tells it."""
+    """Case 15 by `kizami plan`, as long as there is no `kizami check`."""
     tp = run.facts["command"][-1]
     said = kizami("plan", run.source, "--group-size", "64", "--tp", tp)
     assert said.code == (0 if run.facts["expectation"] == "ok" else 1)
@@ -256,14 +196,6 @@ def plan_for_ranks(run: Run) -> None:
     found = parse_json(kizami("plan", run.source, "--group-size", "64", "--tp", tp, "--json").stdout)
     named = {finding["module"] for finding in found["tensor_parallel"]["findings"]}
     assert named == ({make_cases.DOWN} if run.mentions else set())
-
-
-FILE_LIMIT = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-from kizami.cli.app import main
-main(sys.argv[2:])
-"""
 
 
 def disk_full(run: Run) -> None:
@@ -274,20 +206,6 @@ def disk_full(run: Run) -> None:
     assert not [p for p in run.partial.rglob("*") if p.suffix in (".safetensors", ".tmp")]
     assert kizami(*run.command).code == 0
     assert contents(run.out) == contents(run.convert_alike(run.source, same_shards=True).root)
-
-
-KILL_AFTER = """
-import os, signal, sys
-from kizami.quantize.journal import Journal
-append = Journal.append
-def append_and_die(self, record):
-    append(self, record)
-    if len(self.done) == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-Journal.append = append_and_die
-from kizami.cli.app import main
-main(sys.argv[2:])
-"""
 
 
 def kill_and_resume(run: Run, shards: int, *more: str) -> None:
@@ -312,39 +230,6 @@ def killed_after_the_third_shard(run: Run) -> None:
     plainly(run)
     shutil.rmtree(run.out)
     kill_and_resume(run, 3, "--max-shard-size", "400KB")
-
-
-# argv: a command that loads everything, the command that is measured
-MEASURE = """
-import contextlib, io, json, sys, time
-from kizami.cli.app import main
-opened = []
-def kib(key):
-    with open("/proc/self/status") as status:
-        return int(next(line for line in status if line.startswith(key + ":")).split()[1])
-def call(words):
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            main(words)
-        except SystemExit as e:
-            return e.code
-loaded = call(json.loads(sys.argv[1]))
-with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as peak:
-    peak.write("5")  # VmHWM starts anew
-idle = kib("VmRSS")
-sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-begin = time.monotonic()
-code = call(json.loads(sys.argv[2]))
-seconds = time.monotonic() - begin
-mib = (kib("VmHWM") - idle) / 1024
-print(json.dumps({"loaded": loaded, "code": code, "seconds": seconds, "mib": mib, "opened": opened}))
-"""
-
-
-def measure(loading: list[str], command: list[str]) -> dict[str, Any]:
-    done = in_a_process(MEASURE, json.dumps(loading), json.dumps(command))
-    assert done.returncode == 0, done.stderr
-    return dict(parse_json(done.stdout))
 
 
 def memory(run: Run) -> None:

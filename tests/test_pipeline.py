@@ -19,6 +19,8 @@ from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Method, Policy
 
+SEARCH = Method()
+
 SMALL_SHARDS = Policy(max_shard_bytes=300_000)  # about ten shards of TINY
 
 
@@ -30,12 +32,12 @@ def files(folder: Path) -> dict[str, str]:
     }
 
 
-def plan_of(source: Path, policy: Policy = SMALL_SHARDS, method: Method = Method()) -> tuple[Checkpoint, Plan]:
+def plan_of(source: Path, policy: Policy = SMALL_SHARDS, method: Method = SEARCH) -> tuple[Checkpoint, Plan]:
     checkpoint = Checkpoint.open(source)
     return checkpoint, build_plan(checkpoint, policy, method)
 
 
-def convert(source: Path, out: Path, policy: Policy = SMALL_SHARDS, method: Method = Method(), **options) -> dict:
+def convert(source: Path, out: Path, policy: Policy = SMALL_SHARDS, method: Method = SEARCH, **options) -> dict:
     checkpoint, plan = plan_of(source, policy, method)
     return run(plan, checkpoint, out, **options)
 

@@ -9,7 +9,16 @@ ALL_BF16 = ref.from_bf16(np.arange(0x0080, 0x7F80, dtype=np.uint16)).astype(np.f
 
 
 def test_e4m3_values_are_those_of_the_format() -> None:
-    known = {0x00: 0.0, 0x01: 2.0**-9, 0x07: 7 * 2.0**-9, 0x08: 2.0**-6, 0x38: 1.0, 0x70: 128.0, 0x72: 160.0, 0x7E: 448.0}
+    known = {
+        0x00: 0.0,
+        0x01: 2.0**-9,
+        0x07: 7 * 2.0**-9,
+        0x08: 2.0**-6,
+        0x38: 1.0,
+        0x70: 128.0,
+        0x72: 160.0,
+        0x7E: 448.0,
+    }
     table = ref.decode_e4m3(np.arange(256, dtype=np.uint8))
     for byte, value in known.items():
         assert table[byte] == value
@@ -31,7 +40,9 @@ def test_dequantize_of_a_row_slice_takes_the_scales_of_those_rows() -> None:
 
 
 def test_bf16_rounds_to_nearest_and_ties_to_even() -> None:
-    x = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 2.0**-133, 2.0**-134, 3 * 2.0**-134, -1.0], np.float32)
+    x = np.array(
+        [1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 2.0**-133, 2.0**-134, 3 * 2.0**-134, -1.0], np.float32
+    )
     expected = [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, 2.0**-133, 0.0, 2.0**-132, -1.0]
     assert ref.from_bf16(ref.to_bf16(x)).tolist() == expected
     assert ref.from_bf16(ref.to_bf16(np.array([3.4e38], np.float32)))[0] == np.inf

@@ -103,7 +103,10 @@ def test_the_order_of_the_weights_in_a_group_does_not_matter(made: dict, method:
     first, second = (
         (quantize_linear(w[:64], None, None, 64, method), quantize_linear(w[:64][:, order], None, None, 64, method))
         if as_float
-        else (quantize_linear(codes, scale, BLOCK, 64, method), quantize_linear(codes[:, order], scale, BLOCK, 64, method))
+        else (
+            quantize_linear(codes, scale, BLOCK, 64, method),
+            quantize_linear(codes[:, order], scale, BLOCK, 64, method),
+        )
     )
     np.testing.assert_array_equal(first.scale, second.scale)
     np.testing.assert_array_equal(ref.unpack(first.packed)[:, order], ref.unpack(second.packed))

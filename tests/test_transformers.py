@@ -20,6 +20,9 @@ import torch
 from client_fixtures import convert, decoded_fp8, dense_twin, kimi_k2, kimi_k25, load_tensors, read_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, CompressedTensorsConfig
 
+# transformers warns of every option passed beside a checkpoint's own quantization_config; it then honours `dequantize`.
+pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+
 FAMILIES = ["glm", "kimi_k2", "kimi_k25"]
 TEXT = "The default encoding of source code is UTF-8.\n\ndef main(argv=None):\n    parser = argparse.ArgumentParser()\n"
 Converted = Callable[..., Path]

@@ -1,0 +1,136 @@
+"""Compiled or not, on this CPU or another: the same results; and where compiled code is kept."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kizami.quantize import jit
+
+SCRIPT = """
+import hashlib, sys
+import numpy as np
+from kizami.quantize.linear import quantize_linear, dequantize_rows
+from kizami.quantize.settings import Method
+codes = np.random.default_rng(5).integers(0, 0x7F, (3, 128)).astype(np.uint8)
+codes[1, 32:64] = 0x80
+scale = np.array([[1.5], [0.3]], np.float32)
+digest = hashlib.sha256()
+for method in (Method("search"), Method("search", "positive", 0.5)):
+    for source in ((codes, scale, (2, 128)), (codes.astype(np.float32) / 7, None, None)):
+        made = quantize_linear(*source, 32, method)
+        digest.update(made.packed.tobytes() + made.scale.tobytes() + repr(made.sums).encode())
+digest.update(dequantize_rows(codes, scale, (2, 128), 0).tobytes())
+print(digest.hexdigest())
+"""
+
+
+def run(**environment: str) -> str:
+    drop = {"HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT"}
+    kept = {name: value for name, value in os.environ.items() if name not in drop}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def usual() -> str:
+    return run(NUMBA_CACHE_DIR=str(jit._root()), NUMBA_DISABLE_JIT="0")
+
+
+def test_without_the_compiler_results_are_the_same(usual: str) -> None:
+    assert run(NUMBA_DISABLE_JIT="1") == usual
+
+
+@pytest.mark.slow
+def test_another_cpu_gives_the_same_bytes_and_figures(usual: str, tmp_path: Path) -> None:
+    assert run(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", NUMBA_CACHE_DIR=str(tmp_path)) == usual
+
+
+def folder_seen(**environment: str) -> str:
+    drop = {"HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"}
+    kept = {name: value for name, value in os.environ.items() if name not in drop}
+    code = (
+        "from kizami.quantize import jit, rows; import numpy as np; from numba import config\n"
+        "before = config.CACHE_DIR\n"
+        "assert rows.round_bf16(np.float32(1.0)) == 1 and config.CACHE_DIR == before\n"
+        "print(jit.cache_folder())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_compiled_code_goes_to_the_users_cache_and_nowhere_else(tmp_path: Path) -> None:
+    home, xdg, numba_dir, blocked = (tmp_path / name for name in ("home", "xdg", "numba", "blocked"))
+    home.mkdir()
+    blocked.write_text("a file, not a folder")
+    assert folder_seen(HOME=str(home)).startswith(str(home / ".cache" / "kizami" / "numba-"))
+    assert folder_seen(HOME=str(home), XDG_CACHE_HOME=str(xdg)).startswith(str(xdg / "kizami" / "numba-"))
+    assert folder_seen(XDG_CACHE_HOME=str(xdg), NUMBA_CACHE_DIR=str(numba_dir)).startswith(str(numba_dir / "kizami"))
+    for folder in (home / ".cache", xdg, numba_dir):
+        assert list(folder.rglob("rows.round_bf16*.nbi"))
+    assert folder_seen(HOME=str(blocked)) == "None"  # as in a read-only container: compiled, not kept
+    package = Path(jit.__file__).parent
+    assert not [*package.rglob("*.nbi"), *package.rglob("*.nbc")]
+
+
+def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
+    first = folder_seen(NUMBA_CACHE_DIR=str(tmp_path))
+    entries = list(Path(first).rglob("*.nb?"))
+    assert entries
+    for keep in (20, 0):
+        for entry in entries:
+            entry.write_bytes(entry.read_bytes()[:keep])
+        assert folder_seen(NUMBA_CACHE_DIR=str(tmp_path)) == first
+        assert all(entry.stat().st_size > 20 for entry in entries)  # and is whole again
+
+
+def test_the_cache_folder_is_named_after_all_kernel_sources() -> None:
+    package = Path(jit.__file__).parent
+    users = {
+        path.name
+        for path in package.glob("*.py")
+        if "import kernel" in path.read_text() or "@intrinsic" in path.read_text()
+    }
+    assert users | {"jit.py", "vectors.py"} == set(jit._SOURCES)
+
+
+WARM = """
+import numpy as np
+from kizami.quantize import kernels, rows, scales, survey
+from kizami.quantize.linear import dequantize_rows, quantize_linear, warm_up
+from kizami.quantize.settings import Method
+def compiled():
+    modules = (kernels, rows, scales, survey)
+    return {name: len(f.signatures) for m in modules for name, f in vars(m).items() if hasattr(f, "signatures")}
+warm_up(Method(), 32)
+warm_up(Method("minmax"), 32)
+before = compiled()
+codes = np.full((70, 256), 0x38, np.uint8)
+for method in (Method("minmax"), Method("signed"), Method(), Method("search", "positive", 0.5)):
+    for g in (32, 128):
+        quantize_linear(codes, np.ones((1, 2), np.float32), (128, 128), g, method)
+        quantize_linear(codes, np.ones((70, 1), np.float32), (1, 256), g, method)
+        quantize_linear(codes, np.ones((5, 16), np.float32), (16, 16), g, method)
+        quantize_linear(codes.astype(np.uint16), None, None, g, method)
+        quantize_linear(codes.astype(np.float16), None, None, g, method)
+        quantize_linear(codes.astype(np.float32), None, None, g, method)
+dequantize_rows(codes[3:], np.ones((5, 16), np.float32), (16, 16), 3)
+assert before == compiled(), {k: v for k, v in compiled().items() if v != before.get(k)}
+assert before["search_rows"] == 1
+"""
+
+
+def test_warm_up_leaves_nothing_to_compile() -> None:
+    done = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
