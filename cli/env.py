@@ -62,7 +62,7 @@ def _version(name: str) -> str | None:
 def _kernel_cache() -> str:
     """Where compiled kernels are kept; a broken numba is what a bug report has to show, not a reason to fail."""
     try:
-        from kizami.quantize.jit import cache_folder
+        from kizami.quantize.kernels.jit import cache_folder
     except ImportError as e:
         return f"numba cannot be imported: {e}"
     return str(cache_folder() or "no folder can be written: kernels are compiled in every run")

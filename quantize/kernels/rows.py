@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kizami.quantize.jit import kernel
+from kizami.quantize.kernels.jit import kernel
 
 Array = Any  # numba types the kernels
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from kizami.quantize.jit import kernel
-from kizami.quantize.rows import CHUNK, HIGHEST, LOWEST, ROUND, ROUND_BITS, Array, e4m3, round_bf16
-from kizami.quantize.vectors import COUNT, sum_table_rows
+from kizami.quantize.kernels.jit import kernel
+from kizami.quantize.kernels.rows import CHUNK, HIGHEST, LOWEST, ROUND, ROUND_BITS, Array, e4m3, round_bf16
+from kizami.quantize.kernels.vectors import COUNT, sum_table_rows
 
 SMALLEST_SCALE = np.float32(2.0**-126)  # smallest normal float32: below it scales lose bits, codes are no longer exact
 ZERO_GROUP_SCALE = np.float32(2.0**-7)  # BF16 eps, compressed-tensors' value

@@ -19,9 +19,6 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 config: Any = numba.config
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SOURCES = ("jit.py", "rows.py", "vectors.py", "scales.py", "kernels.py", "survey.py")
-
-
 _DAMAGE = (  # what unpickling a cut or overwritten file raises
     OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, AttributeError, ImportError, TypeError,
     MemoryError,
@@ -75,8 +72,8 @@ class _Cache(FunctionCache):
 
 def _source_hash() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    for name in _SOURCES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

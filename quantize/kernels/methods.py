@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kizami.quantize.jit import kernel
-from kizami.quantize.rows import (
+from kizami.quantize.kernels.jit import kernel
+from kizami.quantize.kernels.rows import (
     CHUNK,
     Array,
     add_squares,
@@ -25,7 +25,7 @@ from kizami.quantize.rows import (
     pack_row,
     spread,
 )
-from kizami.quantize.scales import (
+from kizami.quantize.kernels.scales import (
     CODE_UNITS,
     VALUE_UNITS,
     choose,
@@ -39,7 +39,7 @@ from kizami.quantize.scales import (
     sum_values,
     value_units,
 )
-from kizami.quantize.vectors import COUNT
+from kizami.quantize.kernels.vectors import COUNT
 
 
 class Source(NamedTuple):

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kizami.quantize.jit import kernel
-from kizami.quantize.rows import CHUNK, Array, e4m3, largest_bits, largest_codes, round_bf16
-from kizami.quantize.search_tables import e4m3_magnitudes
+from kizami.quantize.kernels.jit import kernel
+from kizami.quantize.kernels.rows import CHUNK, Array, e4m3, largest_bits, largest_codes, round_bf16
+from kizami.quantize.kernels.search_tables import e4m3_magnitudes
 
 MAGNITUDES = e4m3_magnitudes().astype(np.float32)
 SIGNED = np.concatenate([MAGNITUDES, [np.nan], -MAGNITUDES, [np.nan]]).astype(np.float32)  # by byte

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kizami.quantize.jit import config
+from kizami.quantize.kernels.jit import config
 
 WIDTH = 16
 VECTORS = 3
