@@ -47,7 +47,7 @@ def write_checkpoint(
     """Deal the tensors out to `shards` files in turn, so that weights and their scales often lie in different files."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for k in range(shards):
         part = {name: tensors[name].contiguous() for name in names[k::shards]}
         file = pattern.format(k + 1, shards)
