@@ -3,9 +3,10 @@
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from kizami.formats.tensors import TensorInfo
 
 # More than the files of any known checkpoint (Kimi: 64, GLM: 142, DeepSeek: 163), less than macOS's limit of 256.
 MAX_OPEN_FILES = 200
+
+Empty = Callable[[tuple[int, ...], Any], np.ndarray]
 
 
 class _Open:
@@ -54,14 +57,17 @@ class TensorReader:
                 os.close(entry.fd)
             self._open.clear()
 
-    def read(self, info: TensorInfo, *, first: int = 0, nbytes: int | None = None) -> np.ndarray:
-        """Bytes `first` to `first + nbytes` (default: to the end) of the tensor: uint8 [nbytes], owned and writable.
+    def read(
+        self, info: TensorInfo, *, first: int = 0, nbytes: int | None = None, empty: Empty = np.empty
+    ) -> np.ndarray:
+        """Bytes `first` to `first + nbytes` (default: to the end) of the tensor: uint8 [nbytes], writable, in memory
+        that `empty` (shape, dtype) provides.
 
         KizamiError: "source_changed" if the file is not the one whose header was read; "truncated"; "io_error".
         """
         count = info.nbytes - first if nbytes is None else nbytes
         assert 0 <= first <= first + count <= info.nbytes, (info, first, nbytes)
-        result = np.empty(count, dtype=np.uint8)
+        result = empty((count,), np.uint8)
         if count == 0:
             return result
         view = result.data

@@ -1,6 +1,6 @@
 """Quantise one linear's weight [N, K], or decode rows of it. NumPy arrays in and out; safe to call from threads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ _NO_GRID = np.empty((0, 0), np.float32)
 _NO_MAXIMA = np.empty((0, 0), np.int8)
 
 Array = NDArray[Any]
+Empty = Callable[[tuple[int, ...], Any], Array]
 Tiles = Callable[[], Iterator[tuple[int, NDArray[np.float32]]]]  # (first row, float32 rows), restartable
 
 
@@ -46,46 +47,58 @@ class PackedLinear:
 
 
 def quantize_linear(
-    weight: Array, scale: NDArray[np.float32] | None, block: tuple[int, int] | None, group_size: int, method: Method
+    weight: Array,
+    scale: NDArray[np.float32] | None,
+    block: tuple[int, int] | None,
+    group_size: int,
+    method: Method,
+    empty: Empty = np.empty,
 ) -> PackedLinear:
     """weight [N, K]: uint8 e4m3 bytes with float32 `scale` [ceil(N/b0), ceil(K/b1)], or uint16 BF16 bits, float16 or
-    float32 without one. K is a multiple of group_size. Raises NonFiniteError.
+    float32 without one. K is a multiple of group_size. `empty` (shape, dtype) provides the memory of the result.
+    Raises NonFiniteError.
     """
     assert group_size in GROUP_SIZES, group_size
     assert weight.shape[1] % group_size == 0, (group_size, weight.shape)
     rows, columns = weight.shape
-    out = new_output(rows, columns, group_size)
-    grid = None
     if not weight.size:
-        return PackedLinear(out.packed, out.scale, _sums(out, 0))
+        nothing = new_output(rows, columns, group_size)
+        return PackedLinear(nothing.packed, nothing.scale, _sums(nothing, 0))
+    grid, tiles = None, _float_tiles(weight)
     if scale is not None and block is not None:
         weight, grid, block = _fp8(weight, scale, block)
         _check_scales(weight, grid, block, 0)
         tiles = _fp8_tiles(weight, grid, block)
-    else:
-        assert weight.dtype in (np.uint16, np.float16, np.float32)
-        tiles = _float_tiles(weight)
+    parts: Iterable[tuple[slice, Source]]
     if grid is not None and block is not None and (block[1] % group_size == 0 or block[1] >= columns):
         source, threshold = _survey_codes(weight, grid, block)
-        _quantize_rows(source, group_size, method, threshold, out)
+        parts = [(slice(0, rows), source)]
     else:
         threshold = _survey_values(weight, grid, block, tiles)
-        for first, values in tiles():
-            rows_of = slice(first, first + len(values))
-            part = out._replace(packed=out.packed[rows_of], scale=out.scale[rows_of])
-            source = Source(_NO_CODES, _NO_MAXIMA, _NO_MAXIMA, values, _NO_GRID, 1, 1)
-            _quantize_rows(source, group_size, method, threshold, part)
+        parts = ((slice(first, first + len(values)), _value_source(values)) for first, values in tiles())
+    out = new_output(rows, columns, group_size, empty)  # not before the survey, which needs memory of its own
+    for rows_of, source in parts:
+        part = out._replace(packed=out.packed[rows_of], scale=out.scale[rows_of])
+        _quantize_rows(source, group_size, method, threshold, part)
     return PackedLinear(out.packed, out.scale, _sums(out, weight.size))
 
 
+def _value_source(values: NDArray[np.float32]) -> Source:
+    return Source(_NO_CODES, _NO_MAXIMA, _NO_MAXIMA, values, _NO_GRID, 1, 1)
+
+
 def dequantize_rows(
-    weight: NDArray[np.uint8], scale: NDArray[np.float32], block: tuple[int, int], first_row: int
+    weight: NDArray[np.uint8],
+    scale: NDArray[np.float32],
+    block: tuple[int, int],
+    first_row: int,
+    empty: Empty = np.empty,
 ) -> NDArray[np.uint16]:
     """bf16(fl32(e4m3 * scale)) of rows first_row.. of a tensor: uint8 [n, K] to BF16 bits [n, K]. `scale` is the whole
     tensor's grid. Raises NonFiniteError; its row counts from the tensor's first.
     """
     weight, grid, block = _fp8(weight, scale, block, first_row)
-    out = np.empty(weight.shape, np.uint16)
+    out = empty(weight.shape, np.uint16)
     if weight.size:
         _check_scales(weight, grid, block, first_row)
         if not survey.dequantize(weight, grid, *block, first_row, out):
@@ -133,6 +146,8 @@ def _fp8_tiles(weight: Array, grid: NDArray[np.float32], block: tuple[int, int])
 
 
 def _float_tiles(weight: Array) -> Tiles:
+    assert weight.dtype in (np.uint8, np.uint16, np.float16, np.float32), weight.dtype
+
     def tiles() -> Iterator[tuple[int, NDArray[np.float32]]]:
         for first, rows in _row_tiles(weight):
             if rows.dtype == np.uint16:

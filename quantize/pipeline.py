@@ -3,23 +3,23 @@
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event, Lock, Semaphore
 from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import file_sha256
 from kizami.formats.reader import TensorReader
-from kizami.quantize.allocator import return_large_blocks
+from kizami.quantize.buffers import Buffers
 from kizami.quantize.executor import available_cores
 from kizami.quantize.finish import complete_published, finish
 from kizami.quantize.journal import FOLDER, JOURNAL, Journal, ShardRecord
 from kizami.quantize.linear import warm_up
 from kizami.quantize.plan import Plan, Shard
-from kizami.quantize.shard import FinishedShard, convert_shard
+from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.tensor import Piece
 
 ROW_BYTES = 700  # a report line, generously; for the free-space check
@@ -64,7 +64,6 @@ def run(
 
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """
-    return_large_blocks()
     if (published := complete_published(plan, out)) is not None:
         on_event(Started(len(plan.shards), len(plan.shards), ()))
         return published
@@ -154,17 +153,24 @@ def _convert_all(
     numba, hashlib and the file calls release the GIL, so threads scale like processes and need no copies. Two drivers
     at least: while one waits for fsync, the other keeps the pool busy.
     """
-    stop = Event()
     drivers = max(1, min(len(todo), max(2, workers // 2))) if workers > 1 else 1
     with TensorReader(checkpoint) as reader:
         pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
         lead = ThreadPoolExecutor(drivers, "kizami-shard")
-        job = _Job(plan, reader, journal, pool, 1 + -(-workers // drivers), stop, on_event)
-        futures = [lead.submit(job.shard, shard) for shard in todo]
+        record = _Record(journal, len(plan.shards), on_event)
+        slots = Semaphore(workers + max(1, drivers // 2))  # the pool has work while every second driver writes
+        shop = Shop(plan, reader, Buffers(2 * workers), journal.partial, pool, slots, Event(), record.piece)
+
+        def convert(shard: Shard) -> None:
+            started = time.monotonic()
+            finished = convert_shard(shop, shard)
+            record.shard(shard, finished, time.monotonic() - started)
+
+        futures = [lead.submit(convert, shard) for shard in todo]
         try:
             _wait_for_first_failure(futures)
         finally:
-            stop.set()
+            shop.stop.set()
             for executor in (lead, pool):
                 if executor is not None:
                     executor.shutdown(wait=True, cancel_futures=True)
@@ -177,37 +183,20 @@ def _wait_for_first_failure(futures: list[Future[None]]) -> None:
             future.result()
 
 
-class _Job:
-    """What the driver threads share."""
+class _Record:
+    """Journal and events, one thread at a time."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        reader: TensorReader,
-        journal: Journal,
-        pool: Executor | None,
-        ahead: int,
-        stop: Event,
-        on_event: Callable[[RunEvent], None],
-    ) -> None:
-        self.plan, self.reader, self.journal, self.pool = plan, reader, journal, pool
-        self.ahead, self.stop, self.on_event = ahead, stop, on_event
-        self.lock = Lock()
-
-    def shard(self, shard: Shard) -> None:
-        started = time.monotonic()
-        finished = convert_shard(
-            self.plan, shard, self.reader, self.journal.partial, self.pool, self.ahead, self.stop, self.piece
-        )
-        self.record(shard, finished, time.monotonic() - started)
+    def __init__(self, journal: Journal, of: int, on_event: Callable[[RunEvent], None]) -> None:
+        self._journal, self._of, self._on_event = journal, of, on_event
+        self._lock = Lock()
 
     def piece(self, piece: Piece) -> None:
-        with self.lock:
-            self.on_event(Progress(piece.source_nbytes))
+        with self._lock:
+            self._on_event(Progress(piece.source_nbytes))
 
-    def record(self, shard: Shard, finished: FinishedShard, seconds: float) -> None:
+    def shard(self, shard: Shard, finished: FinishedShard, seconds: float) -> None:
         assert finished.nbytes == shard.file_nbytes, (finished.nbytes, shard.file_nbytes)
-        with self.lock:
-            self.journal.write_rows(shard.number, finished.rows)
-            self.journal.append(ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256))
-            self.on_event(ShardDone(shard, finished.rows, seconds, len(self.journal.done), len(self.plan.shards)))
+        with self._lock:
+            self._journal.write_rows(shard.number, finished.rows)
+            self._journal.append(ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256))
+            self._on_event(ShardDone(shard, finished.rows, seconds, len(self._journal.done), self._of))

@@ -6,11 +6,12 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any, TypeVar
 
 from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
+from kizami.quantize.buffers import Buffers
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Plan, Shard, Step
 from kizami.quantize.tensor import Piece, Produced, pieces, produce
@@ -31,40 +32,50 @@ class FinishedShard:
     rows: list[dict[str, Any]]
 
 
-def convert_shard(
-    plan: Plan,
-    shard: Shard,
-    reader: TensorReader,
-    folder: Path,
-    pool: Executor | None,
-    ahead: int,
-    stop: Event,
-    on_piece: Callable[[Piece], None],
-) -> FinishedShard:
-    """Writes `folder/shard.file` durably. Pieces are computed by `pool` (None: in this thread), at most `ahead` of them
-    waiting; they are written in order, so the bytes do not depend on who was faster."""
+@dataclass(frozen=True, slots=True)
+class Shop:
+    """What all shards of a run share. pool: None computes in the shard's own thread. slots: pieces of all shards that
+    may be computed or wait to be written; they bound the memory."""
+
+    plan: Plan
+    reader: TensorReader
+    buffers: Buffers
+    folder: Path
+    pool: Executor | None
+    slots: Semaphore
+    stop: Event
+    on_piece: Callable[[Piece], None]
+
+
+def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
+    """Writes `shop.folder/shard.file` durably. Pieces are written in order, so the bytes do not depend on who was
+    faster. Raises KizamiError, or Stopped."""
     rows: dict[str, dict[str, Any]] = {}
 
     def compute(piece: Piece) -> Produced:
-        if stop.is_set():
+        if shop.stop.is_set():
             raise Stopped
-        return produce(piece, reader, plan.method, plan.policy.group_size)
+        return produce(piece, shop.reader, shop.plan.method, shop.plan.policy.group_size, shop.buffers)
 
     work = chain.from_iterable(pieces(step) for step in shard.steps)
-    with ShardWriter(folder / shard.file, shard.tensors) as writer:
-        for piece, produced in in_order(pool, compute, work, ahead):
+    with ShardWriter(shop.folder / shard.file, shard.tensors) as writer:
+        for piece, produced in in_order(shop.pool, compute, work, shop.slots):
             for name, data in produced.chunks:
                 writer.append(name, data)
-            on_piece(piece)
+                shop.buffers.give(data)
+            shop.on_piece(piece)
             if piece.last:
-                rows[piece.step.module] = report_row(plan, shard, piece.step, produced.sums)
+                rows[piece.step.module] = report_row(shop.plan, shard, piece.step, produced.sums)
             del produced, data  # they would stay in memory while the next piece is awaited
         written = writer.finish()
     return FinishedShard(written.file, written.nbytes, written.sha256, list(rows.values()))
 
 
-def in_order(pool: Executor | None, compute: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[tuple[T, R]]:
-    """(item, compute(item)) in the order of `items`, with at most `ahead` waiting beyond the current one."""
+def in_order(
+    pool: Executor | None, compute: Callable[[T], R], items: Iterable[T], slots: Semaphore
+) -> Iterator[tuple[T, R]]:
+    """(item, compute(item)) in the order of `items`. An item holds one of the `slots` from its start until the next one
+    is asked for; whoever has something to hand out does that rather than wait for a slot."""
     if pool is None:
         for item in items:
             yield item, compute(item)
@@ -72,14 +83,17 @@ def in_order(pool: Executor | None, compute: Callable[[T], R], items: Iterable[T
     waiting: deque[tuple[T, Future[R]]] = deque()
     try:
         for item in items:
-            waiting.append((item, pool.submit(compute, item)))
-            if len(waiting) > ahead:
+            while not slots.acquire(blocking=not waiting):
                 yield _first(waiting)
+                slots.release()
+            waiting.append((item, pool.submit(compute, item)))
         while waiting:
             yield _first(waiting)
+            slots.release()
     finally:
         for _, future in waiting:
             future.cancel()
+            slots.release()
 
 
 def _first(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from kizami.formats.dialects import ScaledWeight, decode_scales
 from kizami.formats.errors import KizamiError
 from kizami.formats.reader import TensorReader
+from kizami.quantize.buffers import Buffers
 from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
@@ -56,14 +57,17 @@ def pieces(step: Step) -> Iterator[Piece]:
         yield Piece(step, first, min(size, total - first), first + size >= total)
 
 
-def produce(piece: Piece, reader: TensorReader, method: Method, group_size: int) -> Produced:
-    """Reads the piece, computes it, and gives the bytes in output order. Raises KizamiError naming file and tensor."""
+def produce(piece: Piece, reader: TensorReader, method: Method, group_size: int, buffers: Buffers) -> Produced:
+    """Reads the piece, computes it, and gives the bytes in output order, in arrays that `buffers` takes back.
+
+    Raises KizamiError naming file and tensor.
+    """
     step = piece.step
     if step.action == "quantize":
-        return _quantize(step, reader, method, group_size)
+        return _quantize(step, reader, method, group_size, buffers)
     if step.action == "dequantize":
-        return _dequantize(piece, reader)
-    raw = reader.read(step.weight, first=piece.first, nbytes=piece.count)
+        return _dequantize(piece, reader, buffers)
+    raw = reader.read(step.weight, first=piece.first, nbytes=piece.count, empty=buffers.empty)
     chunks: list[tuple[str, NDArray[np.generic]]] = [(step.outputs[0].name, raw)]
     if step.action == "keep_fp8":
         _check_codes(step, raw, piece.first)
@@ -77,22 +81,23 @@ def read_scales(scaled: ScaledWeight, reader: TensorReader) -> NDArray[np.float3
     return decode_scales(reader.read(scaled.scale), scaled)
 
 
-def read_weight(step: Step, reader: TensorReader, first_row: int = 0, rows: int | None = None) -> NDArray[np.generic]:
+def _read_rows(step: Step, reader: TensorReader, first: int, rows: int, buffers: Buffers) -> NDArray[np.generic]:
     """Rows of a 2-D source weight in its own dtype (FP8 and BF16 as raw uint8 and uint16)."""
     n, k = step.weight.shape
-    rows = n - first_row if rows is None else rows
     row_bytes = step.weight.nbytes // n
-    raw = reader.read(step.weight, first=first_row * row_bytes, nbytes=rows * row_bytes)
+    raw = reader.read(step.weight, first=first * row_bytes, nbytes=rows * row_bytes, empty=buffers.empty)
     return raw.view(SOURCE_VIEWS[step.weight.dtype]).reshape(rows, k)
 
 
-def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int) -> Produced:
+def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int, buffers: Buffers) -> Produced:
     scale = None if step.scaled is None else read_scales(step.scaled, reader)
     block = None if step.scaled is None else step.scaled.block
+    weight = _read_rows(step, reader, 0, step.weight.shape[0], buffers)
     try:
-        linear = quantize_linear(read_weight(step, reader), scale, block, group_size, method)
+        linear = quantize_linear(weight, scale, block, group_size, method, buffers.empty)
     except NonFiniteError as e:
         raise non_finite(step, e) from None
+    buffers.give(weight)
     packed, shape, scales = step.outputs
     chunks = (
         (packed.name, linear.packed),
@@ -102,14 +107,16 @@ def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int)
     return Produced(chunks, linear.sums)
 
 
-def _dequantize(piece: Piece, reader: TensorReader) -> Produced:
+def _dequantize(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
     step = piece.step
     assert step.scaled is not None
-    codes = read_weight(step, reader, piece.first, piece.count).view(np.uint8)
+    codes = _read_rows(step, reader, piece.first, piece.count, buffers).view(np.uint8)
+    scales = read_scales(step.scaled, reader)
     try:
-        rows = dequantize_rows(codes, read_scales(step.scaled, reader), step.scaled.block, piece.first)
+        rows = dequantize_rows(codes, scales, step.scaled.block, piece.first, buffers.empty)
     except NonFiniteError as e:
         raise non_finite(step, e) from None
+    buffers.give(codes)
     return Produced(((step.outputs[0].name, rows),))
 
 

@@ -152,7 +152,7 @@ def test_the_table_holds_the_error_of_every_code_and_candidate() -> None:
             w = sign * value[code]
             error = ((w - step * np.clip(np.rint(w / step), -8, 7)) / value[top]) ** 2
             cells = table[top, code | (0x80 if sign < 0 else 0)]
-            assert cells.tolist() == np.rint(error * 2**18).tolist()  # none saturates
+            assert cells.tolist() == np.rint(error * 2**16).tolist()  # none saturates
         assert table.shape == (127, 256, COUNT)
         assert (128 * int(table.max()) << 6) + 63 < 2**31  # sum of a group with the candidate's index below it
 

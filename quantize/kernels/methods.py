@@ -73,10 +73,10 @@ class Search(NamedTuple):
     positive_scale: bool
 
 
-def new_output(rows: int, columns: int, group_size: int) -> Output:
+def new_output(rows: int, columns: int, group_size: int, empty: Any = np.empty) -> Output:
     return Output(
-        np.empty((rows, columns // 8), np.int32),
-        np.empty((rows, columns // group_size), np.uint16),
+        empty((rows, columns // 8), np.int32),
+        empty((rows, columns // group_size), np.uint16),
         np.zeros((3, columns // 4)),
         np.zeros(3),
         np.zeros(4, np.int64),
@@ -167,7 +167,7 @@ def search_rows(source: Any, g: int, search: Any, threshold: Any, out: Any) -> N
     group_positive, group_negative, scale = group[0], group[1], group[2]
     group_codes, fit = np.empty((2, groups), np.int32), np.empty((2, columns // CHUNK), np.int32)
     unit, sums = np.empty(groups, np.float64), np.empty((groups, COUNT), np.int32)
-    offsets, units = np.empty(columns, np.int32), np.empty(columns, np.int32)
+    units = np.empty(columns, np.int32)
     for r in range(rows):
         if source.codes.shape[0]:
             if r % source.b0 == 0:
@@ -181,7 +181,7 @@ def search_rows(source: Any, g: int, search: Any, threshold: Any, out: Any) -> N
         if source.codes.shape[0]:
             group_maxima(source.positive[r], group_codes[0])
             group_maxima(source.negative[r], group_codes[1])
-            sum_codes(source.codes[r], group_codes[0], group_codes[1], search.table, offsets, sums)
+            sum_codes(source.codes[r], group_codes[0], group_codes[1], search.table, sums)
             code_units(source.codes[r], units)
             for k in range(groups):
                 unit[k] = np.float64(block_scale[k * per_group]) / np.float64(CODE_UNITS)

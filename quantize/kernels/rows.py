@@ -104,8 +104,9 @@ def group_maxima(chunks: Array, groups: Array) -> None:
 def spread(groups: Array, chunks: Array) -> None:
     """The value of each group to all its chunks."""
     per_group = chunks.size // groups.size
-    for c in range(chunks.size):
-        chunks[c] = groups[c // per_group]
+    for k in range(groups.size):
+        for c in range(k * per_group, (k + 1) * per_group):
+            chunks[c] = groups[k]
 
 
 @kernel

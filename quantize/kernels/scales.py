@@ -6,7 +6,7 @@ import numpy as np
 
 from kizami.quantize.kernels.jit import kernel
 from kizami.quantize.kernels.rows import CHUNK, HIGHEST, LOWEST, ROUND, ROUND_BITS, Array, e4m3, round_bf16
-from kizami.quantize.kernels.vectors import COUNT, sum_table_rows
+from kizami.quantize.kernels.vectors import COUNT, add_table_rows
 
 SMALLEST_SCALE = np.float32(2.0**-126)  # smallest normal float32: below it scales lose bits, codes are no longer exact
 ZERO_GROUP_SCALE = np.float32(2.0**-7)  # BF16 eps, compressed-tensors' value
@@ -52,17 +52,16 @@ def guard(s: float, positive: Any, negative: Any, reach_plus: float, reach_minus
 
 
 @kernel
-def sum_codes(codes: Array, positive: Array, negative: Array, table: Array, offsets: Array, sums: Array) -> None:
+def sum_codes(codes: Array, positive: Array, negative: Array, table: Array, sums: Array) -> None:
     """sums [groups, COUNT]: error of each candidate; positive, negative: largest code of each sign per group."""
     g = codes.size // positive.size
     flat = sums.reshape(-1)
     for k in range(positive.size):
-        flip = np.int32(128 if negative[k] > positive[k] else 0)  # codes relative to the sign of the extreme
-        base = np.int32(max(positive[k], negative[k]) << 8)
-        for o in range(k * g, (k + 1) * g, CHUNK):
-            for i in range(CHUNK):
-                offsets[o + i] = np.int32((base | (np.int32(codes[o + i]) ^ flip)) * np.int32(COUNT))
-        sum_table_rows(table, offsets, k * g, (k + 1) * g, flat, k * COUNT)
+        top = np.int64(max(positive[k], negative[k]))
+        flip = np.int64(128 if negative[k] > positive[k] else 0)  # codes relative to the sign of the extreme
+        flat[k * COUNT : (k + 1) * COUNT] = 0
+        for begin in range(k * g, (k + 1) * g, CHUNK):
+            add_table_rows(table, top, flip, codes, begin, flat, k * COUNT)
 
 
 @kernel
