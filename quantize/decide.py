@@ -30,16 +30,17 @@ class Selection:
         for pattern in (*self.policy.targets, *self.policy.ignore):
             _compiled(pattern)
 
-    def picks(self, module: str, place: Place) -> str | None:
-        """The reason to pack this 2-D weight, or None."""
-        if place.in_mtp and self.policy.mtp != "quantize":
-            return None
-        if any(_matches(pattern, module) for pattern in self.policy.ignore):
-            return None
+    def wants(self, module: str, place: Place) -> tuple[str | None, str | None]:
+        """(why this 2-D weight would be packed, why it is not after all); None where there is no such reason."""
         if self.policy.targets:
             hit = next((p for p in self.policy.targets if _matches(p, module)), None)
-            return f"matches --targets {hit}" if hit else None
-        return "routed expert" if place.role is Role.ROUTED_EXPERT else None
+            wish = f"matches --targets {hit}" if hit else None
+        else:
+            wish = "routed expert" if place.role is Role.ROUTED_EXPERT else None
+        if place.in_mtp and self.policy.mtp != "quantize":
+            return wish, "MTP layer, --mtp keep"
+        ignored = next((p for p in self.policy.ignore if _matches(p, module)), None)
+        return wish, f"matches --ignore {ignored}" if ignored else None
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
@@ -88,18 +89,19 @@ def _step(info: TensorInfo, family: Family, dialect: Dialect, policy: Policy, se
         return step("drop", "MTP layer, --mtp drop", ())
     if info.name in dialect.stale:
         return step("drop", dialect.stale[info.name], ())
-    if info.name.endswith(".weight") and len(info.shape) == 2:
-        picked = selection.picks(module, place)
-        if picked is not None:
-            _check_packable(info, scaled)
-            rows, cols = info.shape
-            divides = cols % policy.group_size == 0  # _check_groups names all modules where it does not
-            return step("quantize", picked, packed_specs(module, rows, cols, policy.group_size) if divides else ())
+    is_linear = info.name.endswith(".weight") and len(info.shape) == 2
+    wish, spared = selection.wants(module, place) if is_linear else (None, None)
+    if wish is not None and spared is None:
+        _check_packable(info, scaled)
+        rows, cols = info.shape
+        divides = cols % policy.group_size == 0  # _check_groups names all modules where it does not
+        return step("quantize", wish, packed_specs(module, rows, cols, policy.group_size) if divides else ())
+    what = place.role.value.replace("_", " ") + (f", {spared}" if wish is not None else "")
     if scaled is None:
-        return step("copy", _why_copied(info, place), (info.spec,))
+        return step("copy", f"{what}, {info.dtype} in the source", (info.spec,))
     if policy.rest == "fp8":
-        return step("keep_fp8", "FP8 linear, --rest fp8", _kept_fp8(module, scaled))
-    return step("dequantize", f"FP8 {place.role.value.replace('_', ' ')}, not packed", (_bf16(info),))
+        return step("keep_fp8", f"{what}, FP8, --rest fp8", _kept_fp8(module, scaled))
+    return step("dequantize", f"{what}, FP8 in the source", (_bf16(info),))
 
 
 def _bf16(info: TensorInfo) -> TensorSpec:
@@ -109,10 +111,6 @@ def _bf16(info: TensorInfo) -> TensorSpec:
 def _kept_fp8(module: str, scaled: ScaledWeight) -> tuple[TensorSpec, TensorSpec]:
     """compressed-tensors names the multiplier `weight_scale` (vllm #30823 is the crash from `weight_scale_inv`)."""
     return scaled.weight.spec, TensorSpec(module + ".weight_scale", "F32", scaled.grid)
-
-
-def _why_copied(info: TensorInfo, place: Place) -> str:
-    return f"{place.role.value.replace('_', ' ')}, {info.dtype} in the source"
 
 
 def _check_packable(info: TensorInfo, scaled: ScaledWeight | None) -> None:
@@ -202,22 +200,35 @@ def _word(step: Step) -> str:
     return "packed" if step.action == "quantize" else "left unpacked"
 
 
-def warn(steps: list[Step]) -> Iterator[str]:
-    """What is allowed, but hardly meant."""
+def warn(steps: list[Step], policy: Policy) -> Iterator[str]:
+    """What is allowed, but hardly meant; one line per kind."""
+    modules = [step.module for step in steps if step.weight.name.endswith(".weight") and len(step.weight.shape) == 2]
+    for pattern in policy.ignore:
+        if not any(_matches(pattern, module) for module in modules):
+            yield f"--ignore {pattern} matches no module: nothing is left out because of it"
     yield from _partly_packed_layers(steps)
-    for step in steps:
-        plain_only = step.place.part in UNLOADABLE_PACKED or step.place.role is Role.ROUTER
-        if step.action == "quantize" and plain_only:
-            yield f"{step.module} is packed; SGLang reads the plain {step.place.part}.weight and cannot load INT4"
-        if step.action == "copy" and len(step.weight.shape) == 3 and step.place.role is Role.ROUTED_EXPERT:
-            yield f"{step.module} holds all experts in one 3-D tensor; it is copied, not packed"
+    plain = [
+        step
+        for step in steps
+        if step.action == "quantize" and (step.place.part in UNLOADABLE_PACKED or step.place.role is Role.ROUTER)
+    ]
+    if plain:
+        parts = ", ".join(sorted({step.place.part for step in plain}))
+        yield f"{len(plain)} packed modules ({parts}) are such that SGLang reads as plain weights: it cannot load INT4"
+    fused = [s.module for s in steps if s.action == "copy" and len(s.weight.shape) == 3 and _is_expert(s)]
+    if fused:
+        yield f"{len(fused)} tensors (e.g. {fused[0]}) hold all experts of a layer in 3-D; they are copied, not packed"
+
+
+def _is_expert(step: Step) -> bool:
+    return step.place.role is Role.ROUTED_EXPERT
 
 
 def _partly_packed_layers(steps: list[Step]) -> Iterator[str]:
     """vLLM and SGLang take the scheme of expert 0 for the whole layer (serving engines' FusedMoE loaders)."""
     layers: dict[tuple[int | None, bool], Mapping[str, list[str]]] = {}
     for step in steps:
-        if step.place.role is Role.ROUTED_EXPERT and len(step.weight.shape) == 2 and step.action != "drop":
+        if _is_expert(step) and len(step.weight.shape) == 2 and step.action != "drop":
             kinds = layers.setdefault((step.place.layer, step.place.in_mtp), {"packed": [], "unpacked": []})
             kinds["packed" if step.action == "quantize" else "unpacked"].append(step.module)
     for (layer, _), kinds in layers.items():

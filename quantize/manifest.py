@@ -4,12 +4,12 @@ import hashlib
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.strict_json import dump_json, read_json_object
 from kizami.quantize.plan import Plan, canonical
-from kizami.quantize.settings import Method, Policy
+from kizami.quantize.settings import Method, MethodName, Policy, ScaleSign
 
 MANIFEST = "kizami.json"
 REPORT = "kizami-report.jsonl"
@@ -20,9 +20,14 @@ MAX_MANIFEST_BYTES = 16 << 20  # 163 shards and a few hundred side files take 10
 
 
 def build_manifest(
-    plan: Plan, shards: list[dict[str, Any]], files: dict[str, str], has_negative_scales: bool
+    plan: Plan,
+    shards: list[dict[str, Any]],
+    files: dict[str, str],
+    has_negative_scales: bool,
+    origin: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
-    """`shards`: file, bytes, sha256, in order; `files`: every other file's SHA-256 by name. No times, no paths."""
+    """`shards`: file, bytes, sha256, in order; `files`: every other file's SHA-256 by name; `origin`: Hub id and commit
+    of a source in the Hub cache. No times, no paths."""
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "kizami_version": version("kizami"),
@@ -42,6 +47,7 @@ def build_manifest(
             "tensors": plan.output.tensors,
             "bits_per_weight": plan.bits_per_weight,
         },
+        "origin": None if origin is None else {"repo": origin[0], "revision": origin[1]},
         "source": plan.source,
         "warnings": list(plan.warnings),
         "shards": shards,
@@ -69,6 +75,7 @@ def read_manifest(out: Path) -> dict[str, Any]:
     manifest = read_json_object(path, MANIFEST, limit=MAX_MANIFEST_BYTES)
     if manifest.get("schema") != SCHEMA:
         raise KizamiError(f"schema {manifest.get('schema')!r}; expected {SCHEMA!r}", code="bad_manifest", file=MANIFEST)
+    _check_form(manifest)
     if manifest.get("self_sha256") != self_hash(manifest) or path.read_bytes() != dump_json(manifest):
         raise KizamiError(
             "its bytes are not those that kizami wrote (self_sha256 does not match)",
@@ -77,6 +84,28 @@ def read_manifest(out: Path) -> dict[str, Any]:
             hint="the file was edited or damaged: convert again, or restore it",
         )
     return manifest
+
+
+_FORM: dict[str, type | tuple[type, ...]] = {
+    "plan_hash": str, "policy": dict, "method": str, "scale_sign": str, "clip_allowance": (int, float, type(None)),
+    "has_negative_scales": bool, "output": dict, "source": dict, "shards": list, "files": dict, "self_sha256": str,
+}  # fmt: skip
+
+
+def _check_form(manifest: dict[str, Any]) -> None:
+    """Whoever wrote it: what is read here has the types that are expected."""
+    wrong = [key for key, kind in _FORM.items() if not isinstance(manifest.get(key), kind)]
+    if not wrong:
+        shards = [shard if isinstance(shard, dict) else {} for shard in manifest["shards"]]
+        strings = [*manifest["files"].values(), *(shard.get(key) for shard in shards for key in ("file", "sha256"))]
+        counts = [manifest["policy"].get("group_size"), *(manifest["output"].get(key) for key in ("bytes", "tensors"))]
+        fine = all(isinstance(value, str) for value in strings) and all(type(value) is int for value in counts)
+        if not fine or not isinstance(manifest["source"].get("files"), dict):
+            wrong = ["policy, output, source, shards or files"]
+    if wrong:
+        raise KizamiError(
+            f"{wrong[0]} is missing or of another type than kizami writes", code="bad_manifest", file=MANIFEST
+        )
 
 
 def policy_of(manifest: dict[str, Any]) -> Policy:
@@ -89,4 +118,7 @@ def policy_of(manifest: dict[str, Any]) -> Policy:
 
 
 def method_of(manifest: dict[str, Any]) -> Method:
-    return Method(manifest["method"], manifest["scale_sign"], manifest["clip_allowance"])
+    name, sign = manifest["method"], manifest["scale_sign"]
+    if name not in get_args(MethodName) or sign not in get_args(ScaleSign):
+        raise KizamiError(f"method {name!r} with {sign!r} scales is unknown", code="bad_manifest", file=MANIFEST)
+    return Method(name, sign, manifest["clip_allowance"])

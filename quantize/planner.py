@@ -34,7 +34,7 @@ def build_plan(checkpoint: Checkpoint, policy: Policy, method: Method) -> Plan:
         quantization_config=quantization_config,
         config=_config(checkpoint.config, quantization_config, policy),
         source=source_identity(checkpoint),
-        warnings=(*warnings, *warn(steps), *checkpoint.notes),
+        warnings=(*warnings, *warn(steps, policy), *checkpoint.notes),
     )
 
 

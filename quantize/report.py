@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import log10, prod, sqrt
+from math import isfinite, log10, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,23 @@ def read_report(out: Path) -> list[Row]:
                 row = json.loads(line)
             except ValueError:
                 row = None
-            if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+            if not isinstance(row, dict) or not _is_row(row):
                 raise KizamiError(f"line {number} is not a report row", code="bad_report", file=REPORT)
             rows.append(row)
     return rows
+
+
+_COUNTS, _FIGURES = ("bytes", "source_bytes"), ("rel_error", "error_energy", "weight_energy")
+
+
+def _is_row(row: Row) -> bool:
+    """What the views below read has the types that kizami writes; the file may come from anyone."""
+    words = all(isinstance(row.get(key), str) for key in ("name", "role", "action"))
+    counts = all(type(row.get(key)) is int for key in _COUNTS) and isinstance(row.get("layer", 0), int | None)
+    shape = isinstance(row.get("shape"), list) and all(type(size) is int for size in row["shape"])
+    figures = [row.get(key) for key in _FIGURES]
+    numbers = all(isinstance(figure, int | float) and isfinite(figure) for figure in figures)
+    return words and counts and shape and (numbers or figures == [None] * len(figures))
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

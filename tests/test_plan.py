@@ -81,6 +81,21 @@ def test_targets_replace_the_default_choice_and_ignore_wins(plan):
     assert sorted(packed) == [f"model.layers.1.mlp.shared_experts.{p}" for p in ("down_proj", "gate_proj", "up_proj")]
 
 
+def test_what_an_ignore_pattern_spares_is_said(plan):
+    made = plan(ignore=(r"re:model\.layers\.1\.",))
+    (step,) = [s for s in made.steps if s.module == "model.layers.1.mlp.experts.0.up_proj"]
+    assert (step.action, step.reason) == (
+        "dequantize",
+        r"routed expert, matches --ignore re:model\.layers\.1\., FP8 in the source",
+    )
+    assert not any("--ignore" in warning for warning in made.warnings)
+
+
+@pytest.mark.parametrize("pattern", ["re:.*no_such", "model.layers.1.mlp.experts.0", "model.norm"])
+def test_an_ignore_pattern_that_matches_nothing_is_warned_about(plan, pattern):
+    assert any(f"--ignore {pattern} matches no module" in warning for warning in plan(ignore=(pattern,)).warnings)
+
+
 def test_an_exact_name_is_not_a_prefix(plan):
     made = plan(targets=("model.layers.1.mlp.experts.1.gate_proj", "model.layers.1.mlp.experts.1.up_proj"))
     assert made.counts["quantize"] == 2

@@ -1,5 +1,6 @@
 """Views on the report rows: pooled errors, worst tensors, thresholds."""
 
+import json
 from math import log10, sqrt
 
 import pytest
@@ -65,9 +66,16 @@ def test_a_threshold_is_exceeded_only_above_it():
     assert over_threshold(ROWS, 0.5) == []
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"name": 3}', "\udcff"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "[]", '{"name": 3}', "\udcff"),
+        *(json.dumps(ROWS[0] | {key: value}) for key, value in (("rel_error", "x"), ("shape", 3), ("bytes", True))),
+        json.dumps(ROWS[0] | {"error_energy": float("nan")}),
+    ],
+)
 def test_a_damaged_report_names_the_line(tmp_path, line):
     path = tmp_path / "kizami-report.jsonl"
-    path.write_bytes(b'{"name": "a"}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    path.write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(KizamiError, match=r"kizami-report\.jsonl: line 2"):
         read_report(tmp_path)

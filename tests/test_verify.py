@@ -91,7 +91,7 @@ def test_unscaled_sources_are_verified_too(tmp_path, dtype):
 
 
 def test_every_flipped_bit_is_found_and_its_file_named(out):
-    files = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
+    files = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file() and p.name != "README.md")
     random = np.random.default_rng(0)
     for file in files:
         path = out / file
@@ -105,6 +105,36 @@ def test_every_flipped_bit_is_found_and_its_file_named(out):
             assert {p.file for p in found.problems} == {file}, (file, bit)
         path.write_bytes(original)
     assert verify(out).ok
+
+
+def test_a_publisher_may_edit_the_card_and_keep_what_git_and_the_hub_leave(out):
+    (out / "README.md").write_text("# A better card\n")
+    (out / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    (out / ".cache/huggingface/download").mkdir(parents=True)
+    (out / ".cache/huggingface/download/x.metadata").write_text("etag")
+    found = verify(out)
+    assert found.ok
+    assert found.notes == ("README.md was edited after the conversion",)
+
+
+def test_what_could_not_be_checked_is_said(out, tiny_checkpoint):
+    shard = min(out.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    found = verify(out)
+    assert found.skipped == ("structure", "scales")
+    assert not found.checked
+    (_, tensor) = verify(out, against=Checkpoint.open(tiny_checkpoint)).problems  # the source tells which tensor it is
+    assert tensor.tensor is not None
+    assert tensor.file == shard.name
+
+
+def test_a_changed_side_file_leaves_the_weights_checked(out):
+    (out / "tokenizer.json").write_text("{}")
+    found = verify(out)
+    assert [(p.code, p.file) for p in found.problems] == [("changed_file", "tokenizer.json")]
+    assert set(found.checked) == {"structure", "scales"}
 
 
 def test_missing_and_strange_files_are_named(out):
