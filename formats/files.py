@@ -122,3 +122,17 @@ def file_sha256(path: Path, file: str) -> str:
     finally:
         os.close(fd)
     return digest.hexdigest()
+
+
+def all_files(folder: Path) -> list[str]:
+    """Everything in `folder` that is not a folder, links included, as sorted relative names with slashes. KizamiError
+    "io_error" for a folder that cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise io_error("cannot list", error, os.path.basename(os.fsdecode(error.filename or folder)))
+
+    names = []
+    for at, folders, files in os.walk(folder, onerror=refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(at, name))]
+        names += [Path(at, name).relative_to(folder).as_posix() for name in (*files, *links)]
+    return sorted(names)

@@ -200,12 +200,20 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | Non
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begin = 0
     for spec in specs:
-        assert spec.name not in entries, f"{spec.name} twice in one file"
-        assert name_problem(spec.name) is None, spec.name
+        problem = "a second tensor of this name" if spec.name in entries else name_problem(spec.name)
+        if problem is not None:
+            raise KizamiError(
+                f"cannot be written: {problem}", code="bad_name", tensor=spec.name, hint="rename it in the source"
+            )
         end = begin + spec.nbytes
         entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
-    assert len(text) <= MAX_HEADER_BYTES, f"header of {len(text)} bytes"
+    if len(text) > MAX_HEADER_BYTES:
+        raise KizamiError(
+            f"the header of one output file would have {len(text)} bytes; readers stop at {MAX_HEADER_BYTES}",
+            code="header_too_large",
+            hint="use a smaller --max-shard-size",
+        )
     return len(text).to_bytes(8, "little") + text

@@ -110,7 +110,8 @@ def _entries_for_rest(left: Sequence[str], taken: "_Taken") -> list[str]:
 def _candidates(module: str, taken: "_Taken") -> Iterator[str]:
     """Entries that cover `module` and nothing quantized, the widest first; the module itself is the last."""
     yield from (entry for entry in _patterns_for(module, taken) if not taken.is_hit_outside_layers(entry))
-    yield module
+    means_more = module.startswith("re:") or module == "Linear"  # a regex, a class: as an entry it would hit others
+    yield f"re:{re.escape(module)}$" if means_more else module
 
 
 def _patterns_for(module: str, taken: "_Taken") -> Iterator[str]:

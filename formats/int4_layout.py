@@ -28,7 +28,13 @@ def packed_specs(module: str, rows: int, cols: int, group_size: int) -> tuple[Te
     Raises KizamiError `group_does_not_divide` when `cols` is not a multiple of the group size and of 8: padded groups
     would load nowhere, so this must be known before anything is written.
     """
-    assert min(rows, cols, group_size) > 0, (module, rows, cols, group_size)
+    if min(rows, cols) < 1:
+        raise KizamiError(
+            f"is an empty weight [{rows}, {cols}]; expected at least one row and one group of columns",
+            code="empty_tensor",
+            tensor=f"{module}.weight",
+            hint="leave the module out with --ignore",
+        )
     if cols % group_size or cols % VALUES_PER_WORD:
         raise KizamiError(
             f"{cols} columns are not a multiple of "
@@ -38,7 +44,12 @@ def packed_specs(module: str, rows: int, cols: int, group_size: int) -> tuple[Te
             tensor=f"{module}.weight",
             hint="choose a group size that divides K, or leave the module out with --ignore",
         )
-    assert max(rows, cols) <= _MAX_I32, (module, rows, cols)
+    if max(rows, cols) > _MAX_I32:
+        raise KizamiError(
+            f"[{rows}, {cols}] does not fit into the I32 of weight_shape",
+            code="unsupported_shape",
+            tensor=f"{module}.weight",
+        )
     packed, shape, scale = packed_names(module)
     return (
         TensorSpec(packed, "I32", (rows, cols // VALUES_PER_WORD)),

@@ -29,6 +29,9 @@ _FLOW_LIST = re.compile(r"\[ *([^\[\]]*?) *\]")
 _QUOTED = re.compile(r'"[A-Za-z0-9 ._/+~@()=%:-]*"|\'[A-Za-z0-9 ._/+~@()=%:-]*\'', re.ASCII)
 # Starts with a letter and is no YAML boolean or null: stays a string without quotes.
 _TAG = re.compile(r"(?!(?:true|false|yes|no|on|off|null|y|n)$)[A-Za-z].*", re.IGNORECASE)
+_LICENSE_KEYS = ("license", "license_name")
+_SOURCES_SHOWN = 8
+_ONE_NODE = 8  # GPUs; more need further options in the launch commands
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -48,7 +51,8 @@ class ErrorRow:
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the card says. Sizes in bytes; `base_model` a Hub id, None if the source was a folder.
+    """What the card says. Sizes in bytes; `base_model` a Hub id and `revision` its commit, None if the source was a
+    folder.
 
     tp_sizes: see `tensor_parallel_sizes`. source_hashes: (file, SHA-256 of its bytes or header, as `hashed` says).
     """
@@ -72,6 +76,7 @@ class CardFacts:
     source_hashes: tuple[tuple[str, str], ...] = ()
     hashed: str = "SHA-256"
     notes: tuple[str, ...] = ()
+    revision: str | None = None
 
 
 def tensor_parallel_fits(part: str, rows: int, cols: int, group_size: int, tp: int) -> bool:
@@ -94,15 +99,18 @@ def tensor_parallel_sizes(shapes: Mapping[str, Iterable[tuple[int, int]]], group
 
 def render_card(source_readme: str | None, facts: CardFacts) -> str:
     """The whole README.md, ending in a newline."""
-    lines = [*_front_matter(source_readme, facts), "", f"# {escape_markdown(facts.title)}", ""]
-    for section in (_summary, _command, _errors, _serving, _limits, _sources):
+    front_matter = _front_matter(source_readme, facts)
+    lines = [*front_matter, "", f"# {escape_markdown(facts.title)}", ""]
+    lines += [*_summary(facts), *_to_be_added(front_matter)]
+    for section in (_command, _errors, _verify, _serving, _limits, _sources):
         lines += section(facts)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def escape_markdown(text: str, limit: int = 200) -> str:
     """`text` as one line of literal Markdown: control characters shown as escapes, markup characters neutralised."""
-    return re.sub(r"([\\`*_{}\[\]<>|~&$])", r"\\\1", printable(text, limit).strip(" "))
+    inside_word = r"(?<=[A-Za-z0-9])_(?=[A-Za-z0-9])"  # no emphasis there (CommonMark 6.2)
+    return re.sub(rf"(?!{inside_word})([\\`*_{{}}\[\]<>|~&$])", r"\\\1", printable(text, limit).strip(" "))
 
 
 def _paragraph(text: str) -> str:
@@ -119,7 +127,7 @@ def _front_matter(source_readme: str | None, facts: CardFacts) -> list[str]:
     lines = ["---"]
     for key in _KEPT_KEYS:
         lines += source.get(key, [])
-    if facts.base_model is not None and _HUB_ID.fullmatch(facts.base_model):
+    if _is_hub_id(facts.base_model):
         lines += ["base_model:", f"- {facts.base_model}", "base_model_relation: quantized"]
     lines += ["library_name: transformers", "tags:"]
     kept = [tag for tag in _tags(source.get("tags", [])) if tag.lower() not in _DROPPED_TAGS]
@@ -189,7 +197,7 @@ def _tags(block: list[str]) -> list[str]:
 
 
 def _summary(facts: CardFacts) -> list[str]:
-    base = f"`{facts.base_model}`" if facts.base_model and _HUB_ID.fullmatch(facts.base_model) else "the FP8 source"
+    base = f"`{facts.base_model}`" if _is_hub_id(facts.base_model) else "The FP8 source"
     rest = {"bf16": "BF16", "fp8": "FP8 where the source is FP8, else as in the source"}.get(facts.rest, facts.rest)
     return [
         f"{base}, quantized offline with kizami {escape_markdown(facts.kizami_version)}.",
@@ -200,11 +208,27 @@ def _summary(facts: CardFacts) -> list[str]:
         f"| INT4 modules | {facts.packed_modules:,} linears, symmetric, group size {facts.group_size}, BF16 scales |",
         f"| everything else | {escape_markdown(rest)} |",
         f"| method | {escape_markdown(facts.method)} |",
-        f"| size | {_gib(facts.source_bytes)} -> {_gib(facts.output_bytes)} ({facts.output_bytes:,} bytes) |",
+        f"| size | {_size(facts.source_bytes)} -> {_size(facts.output_bytes)} ({facts.output_bytes:,} bytes) |",
         f"| bits per weight, whole model | {facts.bits_per_weight:.3f} |",
         f"| KV-cache scales | {escape_markdown(facts.kv_scales)} |",
+        *([f"| source revision | {escape_markdown(facts.revision)} |"] if facts.revision else []),
         "",
     ]
+
+
+def _to_be_added(front_matter: list[str]) -> list[str]:
+    """What a publisher has to fill in: guessing it would be worse."""
+    keys = {line.partition(":")[0] for line in front_matter}
+    unknown = [] if "base_model" in keys else ["`base_model`"]
+    unknown += [] if keys.intersection(_LICENSE_KEYS) else ["`license`"]
+    if not unknown:
+        return []
+    are = "was" if len(unknown) == 1 else "were"
+    return [f"{' and '.join(unknown)} {are} not known to kizami: add to the lines at the top before publishing.", ""]
+
+
+def _is_hub_id(text: str | None) -> bool:
+    return text is not None and _HUB_ID.fullmatch(text) is not None
 
 
 def _command(facts: CardFacts) -> list[str]:
@@ -229,11 +253,31 @@ def _errors(facts: CardFacts) -> list[str]:
     return [*lines, "", "Per tensor: `kizami-report.jsonl`. Weight error is not task quality.", ""]
 
 
+def _verify(facts: CardFacts) -> list[str]:
+    source = facts.base_model if _is_hub_id(facts.base_model) else "SOURCE"
+    return [
+        "## Verify",
+        "",
+        "```sh",
+        f"kizami verify THIS --against {source}{_at(facts)}",
+        "```",
+        "",
+        "`THIS` is this folder. Every tensor is decoded by a second implementation and compared with the source.",
+        "",
+    ]
+
+
+def _at(facts: CardFacts) -> str:
+    revision = facts.revision
+    return f"@{revision}" if revision and _is_hub_id(facts.base_model) and re.fullmatch(r"[\w.-]+", revision) else ""
+
+
 def _serving(facts: CardFacts) -> list[str]:
     sizes = ", ".join(map(str, facts.tp_sizes)) or "none"
     model = "<this model>"
-    lines = ["## Serving", "", "```sh", f"python -m sglang.launch_server --model-path {model} --tp-size N"]
-    lines += [f"vllm serve {model} --tensor-parallel-size N", "```", ""]
+    largest = max((size for size in facts.tp_sizes if size <= _ONE_NODE), default=1)
+    lines = ["## Serving", "", "```sh", f"python -m sglang.launch_server --model-path {model} --tp-size {largest}"]
+    lines += [f"vllm serve {model} --tensor-parallel-size {largest}", "```", ""]
     lines.append(
         f"Tensor-parallel sizes that split no quantization group (of {', '.join(map(str, TP_SIZES))}): {sizes}. "
         "Expert parallelism lifts this limit for routed experts."
@@ -248,8 +292,8 @@ def _limits(facts: CardFacts) -> list[str]:
     return [
         "## Limits",
         "",
-        "This checkpoint was made from the weights alone unless the method above names calibration data. It was not",
-        "evaluated on benchmarks by the tool that wrote this card. Compare it with the source on your own task.",
+        "This checkpoint was made from the weights alone, with no calibration data. It was not evaluated on benchmarks",
+        "by the tool that wrote this card. Compare it with the source on your own task.",
         "",
     ]
 
@@ -258,11 +302,12 @@ def _sources(facts: CardFacts) -> list[str]:
     if not facts.source_hashes:
         return []
     lines = ["## Source", "", f"| file | {escape_markdown(facts.hashed)} |", "|---|---|"]
-    return [
-        *lines,
-        *(f"| {escape_markdown(file)} | {escape_markdown(digest)} |" for file, digest in facts.source_hashes),
-    ]
+    shown = facts.source_hashes[:_SOURCES_SHOWN]
+    lines += [f"| {escape_markdown(file)} | {escape_markdown(digest)} |" for file, digest in shown]
+    left = len(facts.source_hashes) - len(shown)
+    return [*lines, *(["", f"... and {left:,} more in `kizami.json`."] if left else [])]
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB"
+def _size(nbytes: int) -> str:
+    """`419.94 GiB`, `11.32 MiB`."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"

@@ -108,7 +108,8 @@ def _self_check(config: Mapping[str, Any], written: Mapping[Form, Sequence[str]]
     form_of = resolver(config)
     for form, modules in written.items():
         for module in modules:
-            assert form_of(module) == form, f"{module} is written as {form}, the config says {form_of(module)}"
+            if form_of(module) != form:  # not `assert`: a wrong config must not pass under python -O either
+                raise AssertionError(f"{module} is written as {form}, the config says {form_of(module)}")
 
 
 # ---------------------------------------------------------------------------------------------------- reading

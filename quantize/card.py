@@ -1,5 +1,7 @@
 """The facts of a run that the model card tells."""
 
+import re
+import shlex
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,19 +12,19 @@ from kizami.quantize.report import Row, measured, role_summaries
 from kizami.quantize.settings import Method, Policy
 
 METHOD_WORDS = {
-    "minmax": "round to nearest, scale absmax / 7.5 (compressed-tensors' rule); no calibration data",
-    "signed": "round to nearest, the extreme of each group on code -8; no calibration data",
-    "search": "scale searched per group for the least squared error, round to nearest; no calibration data",
+    "minmax": "round to nearest, scale absmax / 7.5 (compressed-tensors' rule)",
+    "signed": "round to nearest, the extreme of each group on code -8",
+    "search": "scale searched per group for the least squared error, round to nearest",
 }
 
 
 def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: bool) -> CardFacts:
     """What render_card needs. `root`: the source's folder, in which a Hub id may be written."""
-    base = hub_id(root)
+    base, revision = hub_origin(root) or (None, None)
     return CardFacts(
-        title=f"{base.split('/')[-1] if base else plan.config.get('model_type', 'model')} {plan.policy.scheme}",
+        title=title(base or root.resolve().name, plan.policy.scheme),
         kizami_version=version("kizami"),
-        command=command_line(plan.policy, plan.method, base),
+        command=command_line(plan.policy, plan.method, base and f"{base}@{revision}"),
         base_model=base,
         scheme=plan.policy.scheme,
         method=f"{plan.method.name}: {METHOD_WORDS[plan.method.name]}",
@@ -38,7 +40,14 @@ def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: boo
         kv_scales="carried over from the source" if plan.quantization_config.get("kv_cache_scheme") else "none",
         source_hashes=tuple((name, file["header_sha256"]) for name, file in plan.source["files"].items()),
         hashed="SHA-256 of the header",
+        revision=revision,
     )
+
+
+def title(source: str, scheme: str) -> str:
+    """`GLM-5.2 INT4 (w4a16-g32)` for org/GLM-5.2-FP8: the result is not FP8."""
+    name = re.sub(r"[-_.]?fp8$", "", source.rpartition("/")[2], flags=re.IGNORECASE) or "model"
+    return f"{name} INT4 ({scheme})"
 
 
 def _error_rows(rows: list[Row]) -> list[ErrorRow]:
@@ -50,28 +59,33 @@ def _error_rows(rows: list[Row]) -> list[ErrorRow]:
     return lines
 
 
-def hub_id(root: Path) -> str | None:
-    """`org/name` of a folder in the Hub cache (models--org--name/snapshots/<revision>), else None."""
+def hub_origin(root: Path) -> tuple[str, str] | None:
+    """(`org/name`, revision) of a folder in the Hub cache, models--org--name/snapshots/<revision>; else None."""
     if root.parent.name == "snapshots":
         kind, *parts = root.parent.parent.name.split("--")
         if kind == "models" and len(parts) == 2:
-            return "/".join(parts)
+            return "/".join(parts), root.name
     return None
 
 
-def command_line(policy: Policy, method: Method, base: str | None) -> str:
-    """The command that makes the same bytes. No paths: the card must not depend on where it was run."""
-    words = ["kizami convert", base or "SRC", "OUT", f"--group-size {policy.group_size}", f"--method {method.name}"]
-    default = Policy(group_size=policy.group_size)
-    words += [f"--rest {policy.rest}"] if policy.rest != default.rest else []
-    words += [f"--mtp {policy.mtp}"] if policy.mtp != default.mtp else []
-    words += [f"--targets '{pattern}'" for pattern in policy.targets]
-    words += [f"--ignore '{pattern}'" for pattern in policy.ignore]
-    if method.name == "search":
-        words.append(
-            f"--clip-allowance {'none' if method.clip_allowance is None else format(method.clip_allowance, 'g')}"
-        )
-        words += ["--scale-sign positive"] if method.scale_sign == "positive" else []
-    if policy.max_shard_bytes != default.max_shard_bytes:
-        words.append(f"--max-shard-size {policy.max_shard_bytes}")
-    return " ".join(words)
+def command_line(policy: Policy, method: Method, source: str | None) -> str:
+    """The command that makes the same bytes, defaults left out. No paths: they are of one machine."""
+    default, usual = Policy(), Method()
+    words = ["kizami", "convert", source or "SRC", "OUT"]
+    words += _unless(default.group_size, "--group-size", policy.group_size)
+    words += _unless(usual.name, "--method", method.name)
+    words += _unless(default.rest, "--rest", policy.rest)
+    words += _unless(default.mtp, "--mtp", policy.mtp)
+    for pattern in policy.targets:
+        words += ["--targets", pattern]
+    for pattern in policy.ignore:
+        words += ["--ignore", pattern]
+    if method.clip_allowance is not None:
+        words += ["--clip-allowance", format(method.clip_allowance, "g")]
+    words += _unless(usual.scale_sign, "--scale-sign", method.scale_sign)
+    words += _unless(default.max_shard_bytes, "--max-shard-size", policy.max_shard_bytes)
+    return shlex.join(words)
+
+
+def _unless(default: object, option: str, value: object) -> list[str]:
+    return [] if value == default else [option, str(value)]

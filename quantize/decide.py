@@ -48,9 +48,9 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return None
     try:
         return re.compile(pattern[3:])
-    except re.error as e:
+    except (re.error, OverflowError, RecursionError) as e:
         raise KizamiError(
-            f"pattern {pattern!r} is not a regular expression: {e}",
+            f"pattern {pattern!r} is not a regular expression that can be used: {e}",
             code="bad_pattern",
             hint="write an exact module name, or re: and a Python regular expression",
         ) from None

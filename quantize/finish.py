@@ -3,19 +3,20 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
+from kizami.formats.files import all_files, open_regular, read_exactly, resolve_inside
 from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.model_card import render_card
-from kizami.formats.side_files import copy_side_file, find_side_files
+from kizami.formats.side_files import copy_side_file
 from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
-from kizami.quantize.card import card_facts
-from kizami.quantize.journal import FOLDER, Journal
+from kizami.quantize.card import card_facts, hub_origin
+from kizami.quantize.journal import FOLDER, JOURNAL_FILE, Journal
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, read_manifest
 from kizami.quantize.plan import Plan
 from kizami.quantize.report import Row
@@ -23,10 +24,21 @@ from kizami.quantize.report import Row
 MAX_README_BYTES = 1 << 20  # cards have a few dozen kB; a larger one is not read
 
 
-def finish(plan: Plan, checkpoint: Checkpoint, journal: Journal, out: Path) -> dict[str, Any]:
-    """Writes index, config, side files, report, card and manifest; renames. Returns the manifest."""
+def finish(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    journal: Journal,
+    out: Path,
+    side_files: Sequence[str],
+    source_contents: dict[str, str],
+) -> dict[str, Any]:
+    """Writes index, config, side files, report, card and manifest; renames. Returns the manifest.
+
+    side_files: what was found to copy when the run began; one that is gone since is an error, not an omission.
+    """
     partial = journal.partial
-    files = {name: copy_side_file(checkpoint, name, partial) for name in find_side_files(checkpoint).copied}
+    _check_shards_are_there(partial, journal, plan)
+    files = {name: copy_side_file(checkpoint, name, partial) for name in side_files}
     rows = [json.loads(line) for shard in plan.shards for line in _lines(journal.rows_path(shard.number))]
     weight_map = {spec.name: shard.file for shard in plan.shards for spec in shard.tensors}
     negative = any(row.get("negative_scale_fraction") for row in rows)
@@ -41,7 +53,7 @@ def finish(plan: Plan, checkpoint: Checkpoint, journal: Journal, out: Path) -> d
         files[name] = hashlib.sha256(data).hexdigest()
     records = [journal.done[shard.number] for shard in plan.shards]
     shards = [{"file": r.file, "bytes": r.nbytes, "sha256": r.sha256} for r in records]
-    manifest = build_manifest(plan, shards, files, negative)
+    manifest = build_manifest(plan, shards, files, negative, source_contents, hub_origin(checkpoint.root))
     write_file_durably(partial / MANIFEST, dump_json(manifest))
     _check_no_strangers(partial, {MANIFEST, *files, *(r.file for r in records)})
     _publish(partial, out)
@@ -53,18 +65,40 @@ def _lines(path: Path) -> Iterator[str]:
         yield from f
 
 
+def _check_shards_are_there(partial: Path, journal: Journal, plan: Plan) -> None:
+    """They were right when they were recorded; a cheap look tells that nobody has removed or cut one since."""
+    for shard in plan.shards:
+        record, path = journal.done[shard.number], partial / shard.file
+        if not path.is_file() or path.stat().st_size != record.nbytes:
+            raise KizamiError(
+                "was finished, and is gone or has another size now",
+                code="shard_lost",
+                file=f"{partial.name}/{shard.file}",
+                hint="run the same command again: it is written anew",
+            )
+
+
 def _card(plan: Plan, checkpoint: Checkpoint, rows: list[Row], negative: bool) -> str:
-    readme = checkpoint.root / CARD
-    text = None
-    if readme.is_file() and readme.stat().st_size <= MAX_README_BYTES:
-        text = readme.read_text(encoding="utf-8", errors="replace")
-    return render_card(text, card_facts(plan, checkpoint.root, rows, negative))
+    return render_card(_source_card(checkpoint.root), card_facts(plan, checkpoint.root, rows, negative))
+
+
+def _source_card(root: Path) -> str | None:
+    """The source's README, under the same rules as every other file: no link is followed out of the folder."""
+    try:
+        fd = open_regular(resolve_inside(root, CARD), CARD)
+    except KizamiError:
+        return None  # the card can be made without it
+    try:
+        size = os.fstat(fd).st_size
+        return read_exactly(fd, 0, size, CARD).decode("utf-8", "replace") if size <= MAX_README_BYTES else None
+    finally:
+        os.close(fd)
 
 
 def _check_no_strangers(partial: Path, ours: set[str]) -> None:
     """Files that someone else put into OUT.partial would be published as ours."""
-    found = {p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_symlink() or not p.is_dir()}
-    strange = sorted(name for name in found - ours if not name.startswith(FOLDER + "/"))
+    found = set(all_files(partial))
+    strange = sorted(name for name in found - ours if not _is_journals(name))
     if strange:
         raise KizamiError(
             f"holds {len(strange)} files that kizami did not write there: {', '.join(strange[:3])}",
@@ -72,6 +106,11 @@ def _check_no_strangers(partial: Path, ours: set[str]) -> None:
             file=partial.name,
             hint="move them away and run the same command again; the finished shards are kept",
         )
+
+
+def _is_journals(name: str) -> bool:
+    folder, _, file = name.partition("/")
+    return folder == FOLDER and JOURNAL_FILE.fullmatch(file) is not None
 
 
 def _publish(partial: Path, out: Path) -> None:

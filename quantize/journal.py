@@ -5,14 +5,17 @@ two of them leaves a shard without a line, which the next run writes anew.
 """
 
 import fcntl
+import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from kizami.formats.errors import KizamiError
+from kizami.formats.files import file_sha256
 from kizami.formats.writer import write_file_durably
 from kizami.quantize.plan import canonical
 
@@ -28,6 +31,7 @@ class ShardRecord:
     file: str
     nbytes: int
     sha256: str
+    rows_sha256: str  # of the shard's report rows
 
 
 class Journal:
@@ -45,12 +49,16 @@ class Journal:
         restart: throws away what an earlier run left in `partial` (which kizami's journal marks as its own).
         """
         folder = partial / FOLDER
+        if folder.is_symlink():
+            raise KizamiError(
+                "is a link, not the folder of a journal", code="out_exists", file=f"{partial.name}/{FOLDER}"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder / "lock", partial)
         try:
             path = folder / JOURNAL
             if restart:
-                _clear(partial, keep=folder / "lock")
+                _clear(partial)
             if not path.exists():
                 write_file_durably(path, (canonical({"identity": identity}) + "\n").encode())
             lines = _complete_lines(path)
@@ -75,8 +83,23 @@ class Journal:
     def rows_path(self, number: int) -> Path:
         return self.partial / FOLDER / f"rows-{number:05d}.jsonl"
 
-    def write_rows(self, number: int, rows: Iterable[dict[str, Any]]) -> None:
-        write_file_durably(self.rows_path(number), "".join(canonical(row) + "\n" for row in rows).encode())
+    def write_rows(self, number: int, rows: Iterable[dict[str, Any]]) -> str:
+        """Returns their SHA-256."""
+        data = "".join(canonical(row) + "\n" for row in rows).encode()
+        write_file_durably(self.rows_path(number), data)
+        return hashlib.sha256(data).hexdigest()
+
+    def is_whole(self, record: ShardRecord) -> bool:
+        """Whether shard and rows are still the bytes that were recorded."""
+        try:
+            shard, rows = self.partial / record.file, self.rows_path(record.number)
+            return (
+                shard.stat().st_size == record.nbytes
+                and file_sha256(rows, rows.name) == record.rows_sha256
+                and file_sha256(shard, record.file) == record.sha256
+            )
+        except (OSError, KizamiError):
+            return False
 
     def close(self) -> None:
         self._lock.close()
@@ -97,14 +120,16 @@ def _lock(path: Path, partial: Path) -> IO[str]:
     return lock
 
 
-def _clear(partial: Path, keep: Path) -> None:
-    for path in sorted(partial.rglob("*"), reverse=True):  # contents before their folder
-        if path == keep or path == keep.parent:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        else:
-            path.unlink()
+OUTPUT_FILE = re.compile(r"\.?model-\d{5}-of-\d{5}\.safetensors(\.tmp)?")
+JOURNAL_FILE = re.compile(r"lock|journal\.jsonl|rows-\d{5}\.jsonl|\..*\.tmp")
+
+
+def _clear(partial: Path) -> None:
+    """Shards, rows and journal go; what a stranger may have put there stays, and `finish` will name it."""
+    for folder, ours in ((partial, OUTPUT_FILE), (partial / FOLDER, JOURNAL_FILE)):
+        for path in sorted(folder.iterdir()):
+            if ours.fullmatch(path.name) and path.name != "lock" and (path.is_symlink() or path.is_file()):
+                path.unlink()
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
@@ -117,7 +142,7 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     for raw in whole.splitlines():
         try:
             line = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
         if not isinstance(line, dict):
             raise _damaged(path)
@@ -127,9 +152,13 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
 
 def _record(line: dict[str, Any], path: Path) -> ShardRecord:
     try:
-        return ShardRecord(int(line["number"]), str(line["file"]), int(line["nbytes"]), str(line["sha256"]))
-    except (KeyError, TypeError, ValueError):
+        record = ShardRecord(**line)
+    except TypeError:
         raise _damaged(path) from None
+    words = (record.file, record.sha256, record.rows_sha256)
+    if type(record.number) is not int or type(record.nbytes) is not int or not all(type(w) is str for w in words):
+        raise _damaged(path)
+    return record
 
 
 def _damaged(path: Path) -> KizamiError:
@@ -162,4 +191,5 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
             lines += _differences(then, now, f"{prefix}{key}.")
         elif then != now:
             lines.append(f"{prefix}{key}: {then} then, {now} now")
-    return lines[:5]
+    causes = [line for line in lines if not line.startswith("plan_hash: ")]  # the hash only follows from them
+    return (causes or lines)[:5]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from kizami.formats.errors import KizamiError
 from kizami.formats.strict_json import dump_json, read_json_object
 from kizami.quantize.plan import Plan, canonical
-from kizami.quantize.settings import Method, MethodName, Policy, ScaleSign
+from kizami.quantize.settings import GROUP_SIZES, Method, MethodName, Policy, ScaleSign
 
 MANIFEST = "kizami.json"
 REPORT = "kizami-report.jsonl"
@@ -24,10 +24,14 @@ def build_manifest(
     shards: list[dict[str, Any]],
     files: dict[str, str],
     has_negative_scales: bool,
-    origin: tuple[str, str] | None = None,
+    source_contents: dict[str, str],
+    origin: tuple[str, str] | None,
 ) -> dict[str, Any]:
-    """`shards`: file, bytes, sha256, in order; `files`: every other file's SHA-256 by name; `origin`: Hub id and commit
-    of a source in the Hub cache. No times, no paths."""
+    """No times, no paths.
+
+    shards: file, bytes, sha256, in order; files: SHA-256 of every other file; source_contents: SHA-256 of sampled
+    pages of each source file; origin: Hub id and commit of a source in the Hub cache.
+    """
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "kizami_version": version("kizami"),
@@ -49,6 +53,7 @@ def build_manifest(
         },
         "origin": None if origin is None else {"repo": origin[0], "revision": origin[1]},
         "source": plan.source,
+        "source_contents": source_contents,
         "warnings": list(plan.warnings),
         "shards": shards,
         "files": dict(sorted(files.items())),
@@ -88,7 +93,8 @@ def read_manifest(out: Path) -> dict[str, Any]:
 
 _FORM: dict[str, type | tuple[type, ...]] = {
     "plan_hash": str, "policy": dict, "method": str, "scale_sign": str, "clip_allowance": (int, float, type(None)),
-    "has_negative_scales": bool, "output": dict, "source": dict, "shards": list, "files": dict, "self_sha256": str,
+    "has_negative_scales": bool, "output": dict, "source": dict,
+    "source_contents": dict, "shards": list, "files": dict, "self_sha256": str,
 }  # fmt: skip
 
 
@@ -100,6 +106,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
         strings = [*manifest["files"].values(), *(shard.get(key) for shard in shards for key in ("file", "sha256"))]
         counts = [manifest["policy"].get("group_size"), *(manifest["output"].get(key) for key in ("bytes", "tensors"))]
         fine = all(isinstance(value, str) for value in strings) and all(type(value) is int for value in counts)
+        fine = fine and manifest["policy"]["group_size"] in GROUP_SIZES
         if not fine or not isinstance(manifest["source"].get("files"), dict):
             wrong = ["policy, output, source, shards or files"]
     if wrong:
@@ -112,7 +119,10 @@ def policy_of(manifest: dict[str, Any]) -> Policy:
     """The policy that a manifest records. KizamiError where it is none (another version's, or a forged one)."""
     fields = dict(manifest["policy"])
     try:
-        return Policy(**fields | {"targets": tuple(fields["targets"]), "ignore": tuple(fields["ignore"])})
+        patterns = {key: tuple(fields[key]) for key in ("targets", "ignore")}
+        if not all(isinstance(pattern, str) for pattern in patterns["targets"] + patterns["ignore"]):
+            raise TypeError
+        return Policy(**fields | patterns)
     except (KeyError, TypeError):
         raise KizamiError("its policy is not one of this version", code="bad_manifest", file=MANIFEST) from None
 

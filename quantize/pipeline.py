@@ -1,5 +1,6 @@
 """Runs a plan: OUT.partial, journal, executor, finish. The same bytes whatever the worker count or interruptions."""
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import file_sha256
+from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
+from kizami.formats.side_files import find_side_files
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.executor import available_cores
 from kizami.quantize.finish import complete_published, finish
@@ -30,6 +32,7 @@ class Started:
     shards: int
     resumed: int  # shards that an earlier run finished and whose bytes are still right
     rewritten: tuple[str, ...]  # shards that the journal calls done but whose bytes have changed
+    source_bytes: int = 0  # of the resumed shards, counted as Progress counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +71,28 @@ def run(
         on_event(Started(len(plan.shards), len(plan.shards), ()))
         return published
     partial = prepare_folders(checkpoint.root, out)
-    journal = Journal.open(partial, plan.identity | {"plan_hash": plan.hash}, restart=restart)
+    contents = sample_contents(checkpoint)
+    side_files = find_side_files(checkpoint).copied
+    identity = plan.identity | {"plan_hash": plan.hash, "source_contents": contents}
+    journal = Journal.open(partial, identity, restart=restart)
     try:
+        _check_still_absent(out, partial)
         rewritten = _recheck(journal)
         todo = [shard for shard in plan.shards if shard.number not in journal.done]
         _check_free_space(plan, todo, partial)
-        on_event(Started(len(plan.shards), len(journal.done), rewritten))
+        resumed = sum(_source_bytes(shard) for shard in plan.shards if shard.number in journal.done)
+        on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed))
         if any(step.action == "quantize" for shard in todo for step in shard.steps):
             warm_up(plan.method, plan.policy.group_size)
         _convert_all(plan, checkpoint, todo, journal, workers or available_cores(), on_event)
         checkpoint.check_unchanged()
-        return finish(plan, checkpoint, journal, out)
+        return finish(plan, checkpoint, journal, out, side_files, contents)
     finally:
         journal.close()
+
+
+def _source_bytes(shard: Shard) -> int:
+    return sum(step.weight.nbytes for step in shard.steps)
 
 
 def prepare_folders(source: Path, out: Path) -> Path:
@@ -96,8 +108,8 @@ def prepare_folders(source: Path, out: Path) -> Path:
             file=str(out),
             hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
         )
-    inside = out.resolve()
-    if inside.is_relative_to(source.resolve()) or source.resolve().is_relative_to(inside):
+    inside, root = (Path(os.path.realpath(path)) for path in (out, source))  # resolve() raises on link loops
+    if inside.is_relative_to(root) or root.is_relative_to(inside):
         raise KizamiError("OUT and SRC are one folder or lie in each other", code="out_in_source", file=str(out))
     partial = out.with_name(out.name + ".partial")
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
@@ -114,18 +126,22 @@ def prepare_folders(source: Path, out: Path) -> Path:
     return partial
 
 
+def _check_still_absent(out: Path, partial: Path) -> None:
+    """Another run may have finished between the first look and the lock; its lock file went with its folder."""
+    if out.exists() and any(out.iterdir()):
+        for path in (partial / FOLDER).iterdir() if (partial / FOLDER).is_dir() else ():
+            path.unlink()
+        (partial / FOLDER).rmdir()
+        partial.rmdir()
+        raise KizamiError("another kizami has just finished it", code="out_exists", file=str(out))
+
+
 def _recheck(journal: Journal) -> tuple[str, ...]:
     """Finished shards are hashed again: a resume builds on bytes, not on names."""
-    bad = []
-    for record in list(journal.done.values()):
-        path = journal.partial / record.file
-        whole = (
-            path.is_file() and path.stat().st_size == record.nbytes and file_sha256(path, record.file) == record.sha256
-        )
-        if not whole or not journal.rows_path(record.number).is_file():
-            journal.forget(record.number)
-            bad.append(record.file)
-    return tuple(bad)
+    bad = [record for record in journal.done.values() if not journal.is_whole(record)]
+    for record in bad:
+        journal.forget(record.number)
+    return tuple(record.file for record in bad)
 
 
 def _check_free_space(plan: Plan, todo: list[Shard], partial: Path) -> None:
@@ -197,6 +213,7 @@ class _Record:
     def shard(self, shard: Shard, finished: FinishedShard, seconds: float) -> None:
         assert finished.nbytes == shard.file_nbytes, (finished.nbytes, shard.file_nbytes)
         with self._lock:
-            self._journal.write_rows(shard.number, finished.rows)
-            self._journal.append(ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256))
+            rows_sha256 = self._journal.write_rows(shard.number, finished.rows)
+            record = ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256, rows_sha256)
+            self._journal.append(record)
             self._on_event(ShardDone(shard, finished.rows, seconds, len(self._journal.done), self._of))

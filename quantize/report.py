@@ -1,9 +1,10 @@
 """Views on kizami-report.jsonl: what each role and each tensor cost in accuracy."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite, log10, prod, sqrt
+from math import log10, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def read_report(out: Path) -> list[Row]:
         for number, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict) or not _is_row(row):
                 raise KizamiError(f"line {number} is not a report row", code="bad_report", file=REPORT)
@@ -72,7 +73,7 @@ def _is_row(row: Row) -> bool:
     counts = all(type(row.get(key)) is int for key in _COUNTS) and isinstance(row.get("layer", 0), int | None)
     shape = isinstance(row.get("shape"), list) and all(type(size) is int for size in row["shape"])
     figures = [row.get(key) for key in _FIGURES]
-    numbers = all(isinstance(figure, int | float) and isfinite(figure) for figure in figures)
+    numbers = all(isinstance(figure, int | float) and abs(figure) <= sys.float_info.max for figure in figures)
     return words and counts and shape and (numbers or figures == [None] * len(figures))
 
 

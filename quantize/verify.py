@@ -12,6 +12,7 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
+from kizami.formats.fingerprint import sample_contents
 from kizami.formats.index import INDEX_NAME
 from kizami.formats.reader import TensorReader
 from kizami.quantize.executor import available_cores, thread_map
@@ -77,7 +78,7 @@ def verify(
         contents = _check_contents(out, manifest, problems, against, sample, workers, on_progress)
     except KizamiError as e:  # a file that differs need not be readable
         contents = Verification((_problem(e),), skipped=(STRUCTURE, SCALES, *([SOURCE] if against else [])))
-    rows = _rows_or_none(out, problems)
+    rows = _rows_or_none(out)
     if max_rel_error is not None and rows is not None:
         problems += [_too_large(row, max_rel_error) for row in over_threshold(rows, max_rel_error)]
     worst = worst_tensors(rows or [], 1)
@@ -122,10 +123,12 @@ def _check_contents(
     return Verification(tuple(problems), checked, tensors=len(checkpoint.tensors))
 
 
-def _rows_or_none(out: Path, problems: Sequence[Problem]) -> list[Row] | None:
-    if any(problem.file == REPORT for problem in problems):
+def _rows_or_none(out: Path) -> list[Row] | None:
+    """None where the report cannot be read; `_check_contents` or the hashes have said so."""
+    try:
+        return read_report(out)
+    except KizamiError:
         return None
-    return read_report(out)
 
 
 def _problem(e: KizamiError) -> Problem:
@@ -150,6 +153,16 @@ class _Source:
             return [_problem(e)]
         if plan.source != self.manifest["source"]:
             return [Problem("other_source", self._difference(plan.source))]
+        contents = sample_contents(self.source)
+        if contents != self.manifest["source_contents"]:
+            files = [name for name, digest in contents.items() if digest != self.manifest["source_contents"].get(name)]
+            return [
+                Problem(
+                    "other_source",
+                    f"the source is not the one that was converted: {len(files)} files hold other weights",
+                    files[0] if files else None,
+                )
+            ]
         if plan.hash != self.manifest["plan_hash"]:
             return [Problem("other_plan", f"plan hash {plan.hash}; the manifest says {self.manifest['plan_hash']}")]
         steps = [step for step in plan.steps if step.outputs]

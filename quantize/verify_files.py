@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import file_sha256
+from kizami.formats.files import all_files, file_sha256
 from kizami.quantize.executor import thread_map
 from kizami.quantize.journal import FOLDER
 from kizami.quantize.manifest import CARD, MANIFEST
@@ -27,7 +27,7 @@ class Problem:
 def check_files(out: Path, manifest: dict[str, Any], workers: int) -> tuple[list[Problem], list[str]]:
     """Every file the manifest names is there with its SHA-256, and no other. A publisher may edit the model card."""
     expected: dict[str, str] = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | manifest["files"]
-    found = {p.relative_to(out).as_posix(): p for p in out.rglob("*") if p.is_symlink() or not p.is_dir()}
+    found = {name: out / name for name in all_files(out)}
     problems, notes = [], []
     for name in sorted(found.keys() - expected.keys() - {MANIFEST}):
         if name.split("/")[0] in HUB_FILES:

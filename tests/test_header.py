@@ -235,7 +235,7 @@ def test_an_encoded_header_is_the_formats_and_starts_the_data_at_a_multiple_of_8
 
 def test_one_name_twice_cannot_be_encoded() -> None:
     spec = TensorSpec("w", "U8", (1,))
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(KizamiError, match="a second tensor of this name"):
         encode_header([spec, spec], None)
 
 

@@ -1,6 +1,8 @@
 """The model card: content, determinism, and that a hostile source README stays inside its lines."""
 
 import dataclasses
+import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,8 @@ from kizami.formats.model_card import (
     tensor_parallel_fits,
     tensor_parallel_sizes,
 )
+from kizami.quantize.card import command_line, hub_origin, title
+from kizami.quantize.settings import Method, Policy
 
 FACTS = CardFacts(
     title="GLM-5.2-INT4",
@@ -51,10 +55,74 @@ def test_the_card_says_what_was_done() -> None:
     for words in (
         "# GLM-5.2-INT4", "kizami convert zai-org/GLM-5.2-FP8 out/ --group-size 32", "58,368 linears",
         "group size 32", "703.72 GiB -> 419.94 GiB", "450,903,738,368 bytes", "4.787", "search, signed scales",
-        "| routed\\_expert | 58,368 | 0.08120 | 0.09310 | 21.81 |", "vllm serve", "sglang.launch_server",
-        "1, 2, 4, 8, 16, 32", "negative", "not\nevaluated on benchmarks", "KV-cache scales | none", "ab" * 32,
+        "| routed_expert | 58,368 | 0.08120 | 0.09310 | 21.81 |", "vllm serve", "sglang.launch_server",
+        "1, 2, 4, 8, 16, 32", "negative", "not evaluated on benchmarks", "KV-cache scales | none", "ab" * 32,
+        "from the weights alone, with no calibration data", "kizami verify THIS --against zai-org/GLM-5.2-FP8\n",
+        "--tp-size 8\n", "--tensor-parallel-size 8\n",
     ):  # fmt: skip
         assert words in card
+
+
+def test_a_revision_is_named_and_verified_against() -> None:
+    card = render_card(None, dataclasses.replace(FACTS, revision="c0ffee"))
+    assert "| source revision | c0ffee |" in card
+    assert "--against zai-org/GLM-5.2-FP8@c0ffee\n" in card
+
+
+def test_without_a_hub_id_the_card_says_what_to_add() -> None:
+    card = render_card(None, dataclasses.replace(FACTS, base_model=None))
+    assert "\nThe FP8 source, quantized offline" in card
+    assert "`base_model` and `license` were not known to kizami" in card
+    assert "kizami verify THIS --against SOURCE\n" in card
+    assert "`license` was not known" in render_card(None, FACTS)
+    assert "not known" not in render_card("---\nlicense: mit\n---\n", FACTS)
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [((1, 2, 4), 4), ((1, 2, 4, 8, 16, 32), 8), ((), 1)])
+def test_serve_lines_have_the_largest_size_of_one_node_that_works(sizes: tuple[int, ...], largest: int) -> None:
+    card = render_card(None, dataclasses.replace(FACTS, tp_sizes=sizes))
+    assert f"--tp-size {largest}\n" in card
+    assert f"--tensor-parallel-size {largest}\n" in card
+
+
+def test_small_sizes_have_a_small_unit() -> None:
+    card = render_card(None, dataclasses.replace(FACTS, source_bytes=12_799_328, output_bytes=11_864_768))
+    assert "12.21 MiB -> 11.32 MiB (11,864,768 bytes)" in card
+
+
+def test_the_source_table_is_short() -> None:
+    hashes = tuple((f"model-{i:05d}-of-00141.safetensors", f"{i:064x}") for i in range(1, 142))
+    card = render_card(None, dataclasses.replace(FACTS, source_hashes=hashes))
+    assert card.count("-of-00141.safetensors |") == 8
+    assert card.endswith("\n\n... and 133 more in `kizami.json`.\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("zai-org/GLM-5.2-FP8", "GLM-5.2"), ("GLM-tiny-fp8", "GLM-tiny"), ("GLM_FP8", "GLM"),
+        ("DeepSeek-V3", "DeepSeek-V3"), ("fp8", "model"), ("", "model"),
+    ],
+)  # fmt: skip
+def test_the_title_does_not_call_int4_fp8(source: str, shown: str) -> None:
+    assert title(source, "w4a16-g32") == f"{shown} INT4 (w4a16-g32)"
+
+
+def test_a_cached_snapshot_tells_its_origin() -> None:
+    root = Path("hub/models--zai-org--GLM-5.2-FP8/snapshots")
+    assert hub_origin(root / "c0ffee") == ("zai-org/GLM-5.2-FP8", "c0ffee")
+    for other in ("GLM-5.2-FP8", "models--a--b", "datasets--a--b/snapshots/x", "models--gpt2/snapshots/x"):
+        assert hub_origin(Path("hub") / other) is None
+
+
+def test_the_command_leaves_defaults_out_and_quotes_patterns() -> None:
+    assert command_line(Policy(), Method(), None) == "kizami convert SRC OUT"
+    policy = Policy(group_size=64, rest="fp8", ignore=("re:.*it's.*",), max_shard_bytes=8)
+    line = command_line(policy, Method("search", "positive", 0.5), "a/b@c")
+    assert shlex.split(line) == [
+        "kizami", "convert", "a/b@c", "OUT", "--group-size", "64", "--rest", "fp8", "--ignore", "re:.*it's.*",
+        "--clip-allowance", "0.5", "--scale-sign", "positive", "--max-shard-size", "8",
+    ]  # fmt: skip
 
 
 def test_the_same_facts_give_the_same_bytes() -> None:
@@ -176,7 +244,8 @@ def test_a_line_of_blanks_costs_no_time() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("a_b*c", r"a\_b\*c"),
+        ("a_b*c", r"a_b\*c"),
+        ("_a_ b_ __init__", r"\_a\_ b\_ \_\_init\_\_"),
         ("w4a16-g32", "w4a16-g32"),
         ("0.1.0", "0.1.0"),
         ("a\nb", r"a\\nb"),

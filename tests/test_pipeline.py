@@ -170,6 +170,109 @@ def test_a_resume_from_another_source_is_refused(tiny_checkpoint, tmp_path):
         convert(other.save(tmp_path / "other"), out)
 
 
+def test_a_resume_from_a_retrained_source_of_the_same_shape_is_refused(tmp_path):
+    source = make_cases.tiny().save(tmp_path / "src")
+    kill_after(1, source, tmp_path / "out")
+    retrained = make_cases.tiny()
+    for name, tensor in retrained.tensors().items():
+        if name.endswith("_proj.weight"):
+            retrained.set(name, make_cases.Tensor(tensor.dtype, tensor.shape, bytes(b ^ 0x80 for b in tensor.data)))
+    retrained.save(source)  # same names, sizes and headers
+    with pytest.raises(KizamiError, match=r"source_contents\.model-0000\d-of-00003") as e:
+        convert(source, tmp_path / "out")
+    assert e.value.code == "resume_mismatch"
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage\n", b'{"name": "x"}\n', None])
+def test_report_rows_that_changed_after_the_kill_are_made_anew(tiny_checkpoint, clean, tmp_path, damage):
+    out = tmp_path / "out"
+    kill_after(2, tiny_checkpoint, out)
+    (rows, *_) = sorted((out.with_name("out.partial") / ".kizami").glob("rows-*.jsonl"))
+    if damage is None:
+        rows.unlink()
+    else:
+        rows.write_bytes(damage)
+    events = []
+    convert(tiny_checkpoint, out, on_event=events.append)
+    assert len(events[0].rewritten) == 1
+    assert files(out) == files(clean)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"number":1e999}', "[" * 100_000, '{"number":1,"file":"x","nbytes":true,"sha256":"","rows_sha256":""}']
+)
+def test_journal_lines_that_kizami_never_writes_are_refused(tiny_checkpoint, tmp_path, line):
+    out = tmp_path / "out"
+    kill_after(1, tiny_checkpoint, out)
+    with open(out.with_name("out.partial") / ".kizami/journal.jsonl", "a") as f:
+        f.write(line + "\n")
+    with pytest.raises(KizamiError, match="not what kizami writes"):
+        convert(tiny_checkpoint, out)
+
+
+@pytest.mark.parametrize("place", ["notes.txt", ".kizami/notes", "sub/model-00001-of-00002.safetensors"])
+def test_a_strangers_file_in_the_work_folder_is_neither_published_nor_removed(tiny_checkpoint, tmp_path, place):
+    out = tmp_path / "out"
+    kill_after(1, tiny_checkpoint, out)
+    stranger = out.with_name("out.partial") / place
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("mine")
+    for restart in (False, True):
+        with pytest.raises(KizamiError, match="did not write there") as e:
+            convert(tiny_checkpoint, out, restart=restart)
+        assert e.value.code == "strange_file"
+        assert stranger.read_text() == "mine"
+    stranger.unlink()
+    convert(tiny_checkpoint, out)
+    assert out.exists()
+
+
+def test_a_link_in_place_of_the_journals_folder_is_refused(tiny_checkpoint, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / ".kizami").symlink_to(elsewhere)
+    with pytest.raises(KizamiError):
+        convert(tiny_checkpoint, tmp_path / "out")
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_finished_shard_that_vanishes_during_the_run_is_noticed(tiny_checkpoint, clean, tmp_path):
+    out = tmp_path / "out"
+
+    def remove_the_first(event):
+        if isinstance(event, ShardDone) and event.done == event.of:
+            min(out.with_name("out.partial").glob("*.safetensors")).unlink()
+
+    with pytest.raises(KizamiError, match="is gone") as e:
+        convert(tiny_checkpoint, out, workers=1, on_event=remove_the_first)
+    assert e.value.code == "shard_lost"
+    convert(tiny_checkpoint, out)
+    assert files(out) == files(clean)
+
+
+def test_a_side_file_that_vanishes_during_the_run_is_an_error(tmp_path):
+    source = make_cases.tiny().save(tmp_path / "src")
+
+    def remove(event):
+        if isinstance(event, Started):
+            (source / "tokenizer.json").unlink()
+
+    with pytest.raises(KizamiError) as e:
+        convert(source, tmp_path / "out", on_event=remove)
+    assert e.value.file == "tokenizer.json"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_sources_card_is_not_read_through_a_link_out_of_its_folder(tmp_path):
+    (tmp_path / "secret.md").write_text("---\nlicense: leaked\n---\n")
+    source = make_cases.tiny().save(tmp_path / "src")
+    (source / "README.md").unlink()
+    (source / "README.md").symlink_to("../secret.md")
+    convert(source, tmp_path / "out")
+    assert "leaked" not in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_restart_throws_the_unfinished_work_away(tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     kill_after(1, tiny_checkpoint, out)

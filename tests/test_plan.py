@@ -224,3 +224,36 @@ def test_tensor_parallel_sizes_follow_the_group_rule(plan):
     assert (finding.axis, finding.size, finding.tp) == ("K", 128, 4)
     assert "down_proj" in str(finding)
     assert "32 per rank" in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "code"),
+    [
+        ("model.layers.1.mlp.experts.7.gate_proj.weight", (0, 64), "empty_tensor"),
+        ("model.layers.1.mlp.experts.7.down_proj.weight", (8, 0), "empty_tensor"),
+        ("model." + "x" * 978 + ".layers.1.mlp.experts.9.down_proj.weight", (8, 64), "bad_name"),  # + "_packed"
+    ],
+)
+def test_what_cannot_be_written_is_refused_by_name(plan, name, shape, code):
+    source = make_cases.tiny()
+    source.shards[make_cases.shard_name(2, 3)][name] = make_cases.bf(make_cases.np.zeros(shape))
+    with pytest.raises(KizamiError) as e:
+        plan(source)
+    assert e.value.code == code
+    assert e.value.tensor.startswith(name[:200])
+
+
+@pytest.mark.parametrize("name", ["re:.*.weight", "re:(.weight", "Linear.weight", "re:model.weight"])
+def test_a_name_that_reads_like_a_rule_hits_no_other_module(plan, name):
+    source = make_cases.tiny()
+    source.shards[make_cases.shard_name(2, 3)] |= make_cases.normal(name, 8, 32)
+    made = plan(source)
+    assert sorted(step.module for step in made.packed) == sorted(make_cases.PACKED)
+    assert all(entry not in ("re:.*", "Linear") for entry in made.quantization_config["ignore"])
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:a{1,99999999999}", "re:" + "(" * 3000])
+def test_no_pattern_breaks_the_plan(plan, pattern):
+    with pytest.raises(KizamiError) as e:
+        plan(targets=(pattern,))
+    assert e.value.code == "bad_pattern"

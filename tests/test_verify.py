@@ -262,3 +262,39 @@ def test_a_folder_that_kizami_did_not_finish_cannot_be_verified(tmp_path, tiny_c
     for folder in (tmp_path / "absent", tiny_checkpoint):
         with pytest.raises(KizamiError):
             verify(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"policy": None},
+        {"policy": {"group_size": -1}},
+        {"method": "magic"},
+        {"scale_sign": 3},
+        {"shards": [{}]},
+        {"shards": [None]},
+        {"files": {"config.json": 1}},
+        {"source": {}},
+        {"source_contents": {}},
+        {"output": {"bytes": "many"}},
+        {"warnings": 3},
+    ],
+)
+def test_a_forged_manifest_is_a_problem_and_no_crash(tiny_checkpoint, out, change):
+    manifest = json.loads((out / "kizami.json").read_bytes())
+    manifest |= {k: manifest[k] | v if isinstance(v, dict) and v and k != "files" else v for k, v in change.items()}
+    manifest["self_sha256"] = self_hash(manifest)
+    (out / "kizami.json").write_bytes(dump_json(manifest))
+    found = verify(out, against=Checkpoint.open(tiny_checkpoint))
+    assert found.ok == ("warnings" in change)
+
+
+@pytest.mark.parametrize("value", ["1e400", '"x"', "-1", "null", "1" + "0" * 400])
+def test_forged_figures_are_a_problem_and_no_crash(tiny_checkpoint, out, value):
+    def forge_row(data: bytearray) -> None:
+        rows = map(json.loads, bytes(data).splitlines())
+        error = next(row["rel_error"] for row in rows if row["name"] == EXPERT)
+        data[:] = bytes(data).replace(f'"rel_error":{error}'.encode(), f'"rel_error":{value}'.encode())
+
+    forge(out, "kizami-report.jsonl", forge_row)
+    assert not verify(out, against=Checkpoint.open(tiny_checkpoint), max_rel_error=0.5).ok
