@@ -1,6 +1,7 @@
 """What a file of this folder hands to `app`: a function, its name, and examples for the end of its help."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,12 @@ class Command:
                 raise Interrupted(stop) from None
 
         return run
+
+    @property
+    def help(self) -> str:
+        """The docstring without its line breaks, which Typer would keep."""
+        paragraphs = inspect.cleandoc(self.run.__doc__ or "").split("\n\n")
+        return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
     @property
     def epilog(self) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from kizami.cli import options as o
 from kizami.cli.command import Command
-from kizami.cli.output import Ui, duration, exact, figure, gib
+from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kizami.quantize.plan import Plan
 
 SIDE_FILES_SHOWN = 8
-OVER_SHOWN = 20
+OVER_SHOWN = 5
 
 NewFolder = Annotated[
     Path, typer.Argument(metavar="OUT", show_default=False, help="The folder to write; it must not exist yet.")
@@ -25,6 +25,7 @@ NewFolder = Annotated[
 
 
 def convert(
+    context: typer.Context,
     src: o.Source,
     out: NewFolder,
     group_size: o.GroupSize = None,
@@ -56,7 +57,7 @@ def convert(
     from kizami.quantize.planner import build_plan
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
-    policy = o.policy_from(group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
+    policy = o.policy_from(context, group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
     checkpoint = open_source(src)
     plan = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
     if tp is not None:
@@ -178,21 +179,18 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
         _show_every_tensor(ui, Path(body["out"]))
     side = body["side_files"]
     ui.say()
-    ui.say(f"copied beside the weights: {_some(side['copied'])}")
-    for reason in dict.fromkeys(entry["reason"] for entry in side["left"]):
-        ui.say(f"left out ({reason}): {_some([e['name'] for e in side['left'] if e['reason'] == reason])}")
+    ui.prose(f"copied beside the weights: {_some(side['copied'])}")
+    ui.prose(f"not copied: {_left(side['left'])}")
     if body["worst"]:
-        ui.say(f"worst tensor: {body['worst']['name']}, relative error {body['worst']['rel_error']:.4f}")
+        ui.prose(f"worst tensor: {body['worst']['name']}, relative error {body['worst']['rel_error']:.4f}")
     if body["has_negative_scales"]:
-        ui.say("some scales are negative (--scale-sign positive avoids them, at a cost in accuracy)")
+        ui.prose("some scales are negative (--scale-sign positive avoids them, at a cost in accuracy)")
     ui.say(f"source {exact(source['bytes'])}")
-    ui.say(f"output {exact(output['bytes'])} in {output['shards']} files, {duration(body['seconds'])}")
+    ui.say(f"output {exact(output['bytes'])} in {counted(output['shards'], 'file')}, {duration(body['seconds'])}")
     ui.warn(body["warnings"])
     error = "" if body["rel_error"] is None else f", relative error {body['rel_error']:.4f}"
-    ratio = output["bytes"] / max(1, source["bytes"])
-    ui.result(
-        f"{gib(output['bytes'])}, {ratio:.3f} of the source, {output['bits_per_weight']:.2f} bits per weight{error}"
-    )
+    ratio = relative_size(output["bytes"], source["bytes"])
+    ui.result(f"{gib(output['bytes'])}, {ratio}, {output['bits_per_weight']:.2f} bits per weight{error}")
 
 
 def _show_every_tensor(ui: Ui, out: Path) -> None:
@@ -200,8 +198,8 @@ def _show_every_tensor(ui: Ui, out: Path) -> None:
 
     ui.heading("every tensor")
     ui.table(
-        ("action", "tensor", ">rel error", ">bytes"),
-        [(r["action"], r["name"], figure(r.get("rel_error")), f"{r['bytes']:,}") for r in read_report(out)],
+        ("action", ">rel error", ">bytes", "tensor"),
+        [(r["action"], figure(r.get("rel_error")), f"{r['bytes']:,}", r["name"]) for r in read_report(out)],
     )
 
 
@@ -223,6 +221,19 @@ def show_roles(ui: Ui, roles: list[dict[str, Any]]) -> None:
     )
 
 
+def _left(left: list[dict[str, str]]) -> str:
+    """`3 weight files (converted), index and config.json (rewritten), .gitattributes (hidden)`."""
+    reasons: dict[str, list[str]] = {}
+    for entry in left:
+        reasons.setdefault(entry["reason"], []).append(entry["name"])
+    weights = reasons.pop("weights, converted", [])
+    rewritten = ["index"] if reasons.pop("an index of the source's weights", []) else []
+    rewritten += reasons.pop("rewritten", [])
+    parts = [f"{counted(len(weights), 'weight file')} (converted)"] if weights else []
+    parts += [f"{' and '.join(rewritten)} (rewritten)"] if rewritten else []
+    return ", ".join([*parts, *(f"{_some(names)} ({reason})" for reason, names in reasons.items())]) or "nothing"
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:SIDE_FILES_SHOWN]) or "nothing"
     return shown if len(names) <= SIDE_FILES_SHOWN else f"{shown} and {len(names) - SIDE_FILES_SHOWN} more"
@@ -242,10 +253,8 @@ def fail_over_threshold(ui: Ui, over: list[dict[str, Any]], max_rel_error: float
     """Exit code 1, naming the tensors."""
     if not over:
         return
-    for row in over if ui.verbose else over[:OVER_SHOWN]:
-        ui.fail(f"{row['name']}: relative error {row['rel_error']:.4f} is above {max_rel_error:g}")
-    if len(over) > OVER_SHOWN and not ui.verbose:
-        ui.fail(f"and {len(over) - OVER_SHOWN} more tensors (-v names them all)")
+    lines = [f"{row['name']}: relative error {row['rel_error']:.4f} is above {max_rel_error:g}" for row in over]
+    ui.fail(lines, OVER_SHOWN)
     raise typer.Exit(1)
 
 

@@ -8,7 +8,7 @@ import typer
 
 from kizami.cli import options as o
 from kizami.cli.command import Command
-from kizami.cli.output import Ui, exact, gib, show_error
+from kizami.cli.output import Ui, counted, exact, gib, show_error
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def inspect(
 ) -> None:
     """Show family, layers, dtypes, FP8 dialect, sizes and problems of a checkpoint.
 
-    Reads config.json, the index and the headers; no weight. Exit code 2 if the checkpoint cannot be converted.
+    Reads config.json, the index and the headers; no weight. The last line says whether it can be converted. Exit code 2
+    if not.
     """
     from kizami.cli.source import open_source
 
@@ -36,13 +37,18 @@ def inspect(
     body = inspect_body(checkpoint, problems)
     if tensors is not None or verbose:
         body["matching"] = matching(checkpoint, tensors or "*")
+        if not body["matching"]:
+            body["warnings"].append(f"no tensor matches --tensors {tensors}")
     if json:
         ui.emit("inspect", body)
     else:
-        show_inspect(ui, body)
         ui.warn(body["warnings"])
         for problem in problems:
             show_error(problem, as_json=False)
+        if tensors is None:
+            show_inspect(ui, body)
+        else:
+            show_matching(ui, body)
     if problems:
         raise typer.Exit(2)
 
@@ -62,9 +68,12 @@ def inspect_body(checkpoint: "Checkpoint", problems: list[KizamiError]) -> dict[
         dialect = find_scaled_weights(checkpoint.config, checkpoint.tensors)
     except KizamiError as e:
         problems.append(e)
+    obstacle = problems[0] if problems else _obstacle(checkpoint)
     infos = checkpoint.tensors.values()
     return {
         "root": str(checkpoint.root),
+        "convertible": obstacle is None,
+        "obstacle": None if obstacle is None else obstacle.message,
         "family": None if family is None else {"name": family.name, "known": family.known},
         "layers": None if family is None else family.num_layers,
         "mtp_layers": [] if family is None else list(family.mtp_layers),
@@ -81,6 +90,18 @@ def inspect_body(checkpoint: "Checkpoint", problems: list[KizamiError]) -> dict[
             for problem in problems
         ],
     }
+
+
+def _obstacle(checkpoint: "Checkpoint") -> KizamiError | None:
+    """Why `convert` without options would refuse it."""
+    from kizami.quantize.planner import build_plan
+    from kizami.quantize.settings import Method, Policy
+
+    try:
+        build_plan(checkpoint, Policy(), Method())
+    except KizamiError as e:
+        return e
+    return None
 
 
 def _sums(pairs: Any) -> dict[str, dict[str, int]]:
@@ -151,13 +172,34 @@ def show_inspect(ui: Ui, body: dict[str, Any]) -> None:
         ],
     )
     if "matching" in body:
-        ui.heading(f"{len(body['matching']):,} tensors match")
-        ui.table(
-            ("tensor", "dtype", "shape", ">bytes", "file"),
-            [(t["name"], t["dtype"], str(t["shape"]), f"{t['bytes']:,}", t["file"]) for t in body["matching"]],
-        )
+        ui.heading(counted(len(body["matching"]), "tensor"))
+        _matching_table(ui, body)
     ui.say()
-    ui.result(f"{exact(body['bytes'])} in {body['tensors']:,} tensors, {body['fp8_weights'] or 0:,} FP8 weights")
+    ui.say(f"{exact(body['bytes'])} in {counted(body['tensors'], 'tensor')}, {body['fp8_weights'] or 0:,} FP8 weights")
+    ui.result(f"convertible: {_verdict(body)}")
+
+
+def _verdict(body: dict[str, Any]) -> str:
+    if body["convertible"]:
+        return "yes"
+    return f"no: {body['obstacle']}" if body["problems"] else f"not without options: {body['obstacle']}"
+
+
+def show_matching(ui: Ui, body: dict[str, Any]) -> None:
+    _matching_table(ui, body)
+    found = body["matching"]
+    ui.result(f"{len(found):,} of {counted(body['tensors'], 'tensor')}, {exact(sum(t['bytes'] for t in found))}")
+
+
+def _matching_table(ui: Ui, body: dict[str, Any]) -> None:
+    heads = ("dtype", "shape", ">bytes", *(["file"] if ui.verbose else []), "tensor")
+    ui.table(
+        heads,
+        [
+            (t["dtype"], str(t["shape"]), f"{t['bytes']:,}", *([t["file"]] if ui.verbose else []), t["name"])
+            for t in body["matching"]
+        ],
+    )
 
 
 COMMAND = Command(

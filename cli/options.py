@@ -27,8 +27,23 @@ def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
     more = {"show_default": False, "show_envvar": False} | more  # one sentence says it for all: `kizami --help`
     if more.pop("flag", False):
         more["metavar"] = ""  # not "<bool>"
-    variable = "KIZAMI_" + long.removeprefix("--").replace("-", "_").upper()
-    return typer.Option(*spellings, help=help, rich_help_panel=panel, envvar=variable, **more)
+    return typer.Option(*spellings, help=help, rich_help_panel=panel, envvar=variable(long), **more)
+
+
+def variable(long: str) -> str:
+    """KIZAMI_GROUP_SIZE for --group-size or group_size."""
+    return "KIZAMI_" + long.removeprefix("--").replace("-", "_").upper()
+
+
+def from_environment(context: typer.Context, name: str) -> bool:
+    """Whether the parameter's value came from its variable."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "ENVIRONMENT"
+
+
+def spelled(context: typer.Context, name: str) -> str:
+    """What the user wrote: the option, or the variable."""
+    return variable(name) if from_environment(context, name) else "--" + name.replace("_", "-")
 
 
 Source = Annotated[
@@ -39,7 +54,14 @@ Source = Annotated[
         help="The FP8 checkpoint: a folder, or a Hub id (org/name or org/name@revision) in the local Hub cache.",
     ),
 ]
-Out = Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="A folder that kizami convert wrote.")]
+Out = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        show_default=False,
+        help="What kizami convert wrote: a folder, or a Hub id (org/name or org/name@revision) in the local Hub cache.",
+    ),
+]
 
 GroupSize = Annotated[
     GroupSizeName | None,
@@ -67,7 +89,13 @@ Targets = Annotated[
     option("--targets", panel=WHAT, metavar="NAME", help="Pack these instead of the routed experts. Repeatable."),
 ]
 MaxShardSize = Annotated[
-    str, option("--max-shard-size", panel=WHAT, metavar="SIZE", help="Largest output file: 5GB (default), 2GiB, 500MB.")
+    str,
+    option(
+        "--max-shard-size",
+        panel=WHAT,
+        metavar="SIZE",
+        help="Most tensor data in one output file, its header not counted: 5GB (default), 2GiB, 500MB.",
+    ),
 ]
 TensorParallel = Annotated[
     int | None,
@@ -109,15 +137,17 @@ Against = Annotated[
 ]
 Sample = Annotated[
     int | None,
-    option("--sample", panel=RUN, metavar="N", min=1, help="Look into N packed tensors only, evenly spread."),
+    option("--sample", panel=RUN, metavar="N", min=1, help="With --against: compare N tensors only, evenly spread."),
 ]
 
 Tensors = Annotated[
     str | None,
-    option("--tensors", panel=OUTPUT, metavar="GLOB", help="List the tensors whose names match, e.g. '*.eh_proj.*'."),
+    option(
+        "--tensors", panel=OUTPUT, metavar="GLOB", help="List only the tensors whose names match, e.g. '*.eh_proj.*'."
+    ),
 ]
 ToFile = Annotated[Path | None, option("-o", "--output", panel=OUTPUT, metavar="FILE", help="Write to FILE.")]
-ReportFormat = Annotated[FormatName, option("--format", panel=OUTPUT, help="text (default), json or markdown.")]
+ReportFormat = Annotated[FormatName | None, option("--format", panel=OUTPUT, help="text (default), json or markdown.")]
 Top = Annotated[
     int, option("--top", panel=OUTPUT, metavar="N", min=0, help="How many of the worst tensors to list. Default 10.")
 ]
@@ -125,12 +155,15 @@ Top = Annotated[
 Quiet = Annotated[
     bool, option("-q", "--quiet", panel=OUTPUT, flag=True, help="Only the last line, errors and warnings.")
 ]
-Verbose = Annotated[bool, option("-v", "--verbose", panel=OUTPUT, flag=True, help="Every tensor.")]
+Verbose = Annotated[
+    bool, option("-v", "--verbose", panel=OUTPUT, flag=True, help="Everything: all tensors, warnings and file names.")
+]
 Json = Annotated[bool, option("--json", panel=OUTPUT, flag=True, help="One JSON object on stdout.")]
 Debug = Annotated[bool, option("--debug", panel=OUTPUT, flag=True, help="Tracebacks.")]
 
 
 def policy_from(
+    context: typer.Context,
     group_size: str | None,
     scheme: str | None,
     rest: RestName,
@@ -139,10 +172,17 @@ def policy_from(
     targets: list[str] | None,
     max_shard_size: str,
 ) -> Policy:
+    """The policy of `plan` and `convert`. --group-size and --scheme say the same: the command line wins, as always."""
+    if group_size is not None and scheme is not None:
+        if from_environment(context, "group_size") and not from_environment(context, "scheme"):
+            group_size = None
+        elif from_environment(context, "scheme") and not from_environment(context, "group_size"):
+            scheme = None
     named = None if scheme is None else int(scheme.rpartition("g")[2])
     if group_size is not None and named is not None and int(group_size) != named:
+        ours, theirs = spelled(context, "group_size"), spelled(context, "scheme")
         raise KizamiError(
-            f"--group-size {group_size} and --scheme {scheme} contradict each other",
+            f"{ours} {group_size} and {theirs} {scheme} contradict each other",
             code="bad_option",
             hint="give one of the two",
         )
@@ -153,7 +193,7 @@ def policy_from(
         mtp=mtp,
         targets=tuple(targets or ()),
         ignore=tuple(ignore or ()),
-        max_shard_bytes=parse_size(max_shard_size),
+        max_shard_bytes=parse_size(max_shard_size, spelled(context, "max_shard_size")),
     )
 
 
@@ -164,12 +204,10 @@ def method_from(method: MethodChoice, scale_sign: SignName, clip_allowance: str)
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, spelling: str = "--max-shard-size") -> int:
     """Bytes in `5GB`, `2GiB`, `500MB` or `1000000`; decimal units are powers of 1000, as the Hub counts."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]I?)?B?\s*", text.upper(), re.ASCII)
     unit = _UNITS.get(match[2] or "") if match else None
     if match is None or unit is None:
-        raise KizamiError(
-            f"--max-shard-size {text!r} is not a size", code="bad_option", hint="write 5GB, 2GiB or 500MB"
-        )
+        raise KizamiError(f"{spelling} {text!r} is not a size", code="bad_option", hint="write 5GB, 2GiB or 500MB")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NAME_CHARACTERS = 2000  # longer than any real tensor name; a report line stays a line
-RICH_ROWS = 1000  # rich lays out a whole table before its first line: GLM-5.2's 60,000 tensors would take a minute
+WARNINGS_SHOWN = 10
+MIN_CELL = 24  # a folded table cell is not narrower
 
 
 class Ui:
@@ -44,41 +47,63 @@ class Ui:
         self.say(text, "bold cyan")
 
     def pairs(self, rows: Iterable[tuple[str, str]]) -> None:
-        """`key  value` lines."""
+        """`key  value` lines, folded below the value on a terminal."""
         rows = list(rows)
-        width = max((len(key) for key, _ in rows), default=0)
+        indent = max((len(key) for key, _ in rows), default=0) + 2
         for key, value in rows:
-            self.say(f"{key:<{width}}  {value}")
+            first, *rest = fold(_safe(value), columns() - indent) if _is_terminal(sys.stdout) else [value]
+            self.say(f"{key:<{indent}}{first}")
+            for line in rest:
+                self.say(" " * indent + line)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    def prose(self, text: str) -> None:
+        """A line with names in it, folded on a terminal."""
+        for line in fold(_safe(text), columns()) if _is_terminal(sys.stdout) else [text]:
+            self.say(line)
+
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Columns headed `>name` are right-aligned."""
-        cells = [[_safe(cell) for cell in row] for row in rows]
-        if self.json or self.quiet or not cells:
+        if self.json or self.quiet:
             return
-        if _is_terminal(sys.stdout) and len(cells) <= RICH_ROWS:
-            _rich_table(columns, cells)
-        else:
-            for line in plain_table(columns, cells):
-                _print(sys.stdout, line)
+        cells = [[_safe(cell) for cell in row] for row in rows]
+        if not cells:
+            return
+        first, *rest = plain_table(heads, cells, columns() if _is_terminal(sys.stdout) else None)
+        self.say(first, "bold")
+        for line in rest:
+            self.say(line)
 
     def note(self, text: str) -> None:
-        """Talk: progress and explanations."""
-        if self.human and not self.quiet:
+        """Talk: explanations."""
+        if self.human:
+            self.progress(text)
+
+    def progress(self, text: str) -> None:
+        """Talk that a script's log wants, too: stderr, under --json as well."""
+        if not self.quiet:
             _print(sys.stderr, text)
 
     def warn(self, texts: Iterable[str]) -> None:
         """Loud, also under -q. Under --json they are in the object."""
-        for text in texts if self.human else ():
-            _print(sys.stderr, f"kizami: warning: {text}", "bold yellow")
+        self._some("warning", list(texts), WARNINGS_SHOWN, "bold yellow")
 
-    def fail(self, text: str) -> None:
+    def fail(self, texts: Iterable[str], shown: int = 1) -> None:
         """Why the exit code is 1. Under --json the object says so."""
-        if self.human:
-            _print(sys.stderr, f"kizami: failed: {text}", "bold red")
+        self._some("failed", list(texts), shown, "bold red")
+
+    def _some(self, kind: str, texts: list[str], shown: int, style: str) -> None:
+        if self.json:
+            return
+        for text in texts if self.verbose else texts[:shown]:
+            line = f"kizami: {kind}: {_safe(text)}"
+            for part in fold(line, columns(sys.stderr)) if _is_terminal(sys.stderr) else [line]:
+                _print(sys.stderr, part, style)
+        if len(texts) > shown and not self.verbose:
+            _print(sys.stderr, f"kizami: {kind}: ... and {len(texts) - shown:,} more (-v shows all)", style)
 
     @property
     def shows_bar(self) -> bool:
-        return self.human and not self.quiet and _is_terminal(sys.stderr)
+        return not self.quiet and _is_terminal(sys.stderr)
 
 
 def write_json(schema: str, body: dict[str, Any]) -> None:
@@ -124,33 +149,56 @@ def _print(stream: TextIO, text: str, style: str = "") -> None:
     stream.flush()
 
 
-def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(
-            Text(name.removeprefix(">")), justify="right" if right else "left", no_wrap=right, overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console(file=sys.stdout, highlight=False, markup=False).print(table)
+def columns(stream: TextIO | None = None) -> int:
+    """Of the terminal behind `stream`, by default stdout."""
+    try:
+        found = 0 if os.environ.get("COLUMNS") else os.get_terminal_size((stream or sys.stdout).fileno()).columns
+    except (OSError, ValueError):  # not a terminal
+        found = 0
+    return found or shutil.get_terminal_size().columns
 
 
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned with spaces, whatever the width: for files, pipes and logs."""
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Aligned with spaces. In `width` characters, if given, by folding the last left-aligned column."""
     heads = [name.removeprefix(">") for name in columns]
-    lines = [heads, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     right = [name.startswith(">") for name in columns]
-    return [
-        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
-        for line in lines
-    ]
+    widths = [max(len(line[i]) for line in (heads, *rows)) for i in range(len(columns))]
+    if width is not None and not all(right):
+        last = len(right) - 1 - right[::-1].index(False)
+        others = sum(widths) - widths[last] + 2 * (len(widths) - 1)
+        widths[last] = min(widths[last], max(MIN_CELL, width - others))
+    lines = []
+    for row in (heads, *rows):
+        folded = [fold(cell, size) for cell, size in zip(row, widths, strict=True)]
+        for i in range(max(map(len, folded))):
+            cells = (part[i] if i < len(part) else "" for part in folded)
+            aligned = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
+            lines.append("  ".join(aligned).rstrip())
+    return lines
+
+
+def fold(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, broken after spaces and before dots; elsewhere only where nothing fits."""
+    width = max(width, 1)
+    lines = [""]
+    for piece in re.findall(r" +|[. ]?[^. ]+|[.]", text):
+        if len(lines[-1]) + len(piece.rstrip(" ")) > width:
+            lines.append("")
+            piece = piece.lstrip(" ")
+        while len(piece) > width:
+            lines[-1], piece = piece[:width], piece[width:]
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip(" ") for line in lines if line.strip(" ")] or [""]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `1,200 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def relative_size(new: int, old: int) -> str:
+    return f"{new / max(1, old):.2f}x the source's size"
 
 
 def gib(nbytes: int) -> str:

@@ -8,7 +8,7 @@ import typer
 
 from kizami.cli import options as o
 from kizami.cli.command import Command
-from kizami.cli.output import Ui, duration, exact, gib
+from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from kizami.quantize.plan import Plan, Step
 
 TP_SHOWN = (1, 2, 4, 8, 16)
+COMPILE_SECONDS = 10  # of all kernels, once per version
 
 
 def plan(
+    context: typer.Context,
     src: o.Source,
     group_size: o.GroupSize = None,
     scheme: o.Scheme = None,
@@ -28,6 +30,9 @@ def plan(
     targets: o.Targets = None,
     max_shard_size: o.MaxShardSize = "5GB",
     tp: o.TensorParallel = None,
+    method: o.MethodOption = "search",
+    scale_sign: o.ScaleSignOption = "signed",
+    clip_allowance: o.ClipAllowance = "none",
     output: o.ToFile = None,
     quiet: o.Quiet = False,
     verbose: o.Verbose = False,
@@ -36,28 +41,28 @@ def plan(
 ) -> None:
     """Show what a conversion would do, without doing it.
 
-    One action and one reason per tensor, exact bytes, bytes per GPU. Reads headers only. Exit code 1 if a packed
-    weight cannot be split at --tp. -o writes the whole plan as JSON.
+    One action and one reason per tensor, exact bytes, bytes per GPU. Takes the options of convert that shape the
+    output. Reads headers only. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
+    --tp.
     """
     from kizami.cli.source import open_source
     from kizami.quantize.capacity import split_groups
     from kizami.quantize.planner import build_plan
-    from kizami.quantize.settings import Method
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
-    policy = o.policy_from(group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
-    made = build_plan(open_source(src), policy, Method())
+    policy = o.policy_from(context, group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
+    made = build_plan(open_source(src), policy, o.method_from(method, scale_sign, clip_allowance))
     body = plan_body(made, tp)
     if output is not None:
         write_plan(output, made, body)
+        ui.note(f"written to {output}")
     if json:
         ui.emit("plan", body)
     else:
         show_plan(ui, made, tp, body)
         ui.warn(made.warnings)
     if tp is not None and (findings := split_groups(made, tp)):
-        for finding in findings:
-            ui.fail(str(finding))
+        ui.fail(map(str, findings), len(findings))
         raise typer.Exit(1)
 
 
@@ -97,6 +102,7 @@ def _entry(step: "Step") -> dict[str, Any]:
 
 def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
     """The summary under --json: bytes as integers, every figure of the text."""
+    from kizami.cli.watch import kernels_are_cold
     from kizami.quantize.capacity import bytes_per_gpu, tensor_parallel_sizes
     from kizami.quantize.estimate import estimate
     from kizami.quantize.executor import available_cores
@@ -131,6 +137,7 @@ def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
             "workers": cores,
             "method": plan.method.name,
             "seconds": guess.seconds,
+            "compile_seconds": COMPILE_SECONDS if kernels_are_cold() else 0,
             "memory_bytes": guess.memory_bytes,
         },
         "warnings": list(plan.warnings),
@@ -168,9 +175,9 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     source, output = body["source"], body["output"]
     ui.pairs([
         ("model", plan.family or "(no model_type)"),
-        ("source", f"{plan.dialect}, {source['tensors']:,} tensors in {source['files']} files"),
+        ("source", f"{plan.dialect}, {counted(source['tensors'], 'tensor')} in {counted(source['files'], 'file')}"),
         ("scheme", f"{plan.policy.scheme}, the rest {plan.policy.rest}, MTP {plan.policy.mtp}"),
-        ("actions", ", ".join(f"{action} {count:,}" for action, count in plan.counts.items())),
+        ("actions", _actions(plan)),
     ])  # fmt: skip
     ui.say()
     ui.table(
@@ -180,18 +187,17 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     if ui.verbose:
         ui.heading("every tensor")
         ui.table(
-            ("action", "tensor", "reason", ">bytes"),
-            [(s.action, s.weight.name, s.reason, f"{s.nbytes:,}") for s in plan.steps],
+            ("action", ">bytes", "reason", "tensor"),
+            [(s.action, f"{s.nbytes:,}", s.reason, s.weight.name) for s in plan.steps],
         )
     ui.heading("tensor parallelism (weights only)")
     _show_tp(ui, plan, tp, body["tensor_parallel"])
     guess = body["estimate"]
     ui.say()
     ui.pairs([
-        ("estimate", f"{duration(max(1.0, guess['seconds']))} and {gib(guess['memory_bytes'])} of memory with --method "
-         f"{guess['method']} on {guess['workers']} cores (rough)"),
+        ("estimate", _estimate(guess)),
         ("source", exact(source["bytes"])),
-        ("output", f"{exact(output['bytes'])} in {output['shards']} files"),
+        ("output", f"{exact(output['bytes'])} in {counted(output['shards'], 'file')}"),
     ])  # fmt: skip
     if last:
         ui.result(size_line(plan))
@@ -199,10 +205,34 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
 
 def size_line(plan: "Plan") -> str:
     """The number people compare."""
-    ratio = plan.source_bytes / max(1, plan.output.bytes)
-    change = f"{ratio:.2f}x smaller" if ratio >= 1 else f"{1 / ratio:.2f}x larger"
     sizes = f"{gib(plan.source_bytes)} -> {gib(plan.output.bytes)}"
+    change = relative_size(plan.output.bytes, plan.source_bytes)
     return f"{sizes}, {change}, {plan.bits_per_weight:.2f} bits per weight"
+
+
+def _actions(plan: "Plan") -> str:
+    """`quantize 240, copy 59 (359 tensors; 300 scales go with theirs)`."""
+    scales = plan.source["tensors"] - len(plan.steps)
+    legend = f"; {counted(scales, 'scale')} go with their weights" if scales else ""
+    counts = ", ".join(f"{action} {count:,}" for action, count in sorted(plan.counts.items(), key=lambda x: -x[1]))
+    return f"{counts} ({counted(len(plan.steps), 'tensor')}{legend})"
+
+
+def _estimate(guess: dict[str, Any]) -> str:
+    seconds = max(1.0, guess["seconds"])
+    time = f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
+    cores = counted(guess["workers"], "core")
+    memory = f"{guess['memory_bytes'] / 2**20:,.0f} MiB"
+    once = f", and {guess['compile_seconds']} s once to compile kernels" if guess["compile_seconds"] else ""
+    return f"about {time}, {memory} on {cores}, --method {guess['method']}{once}"
+
+
+def _short(finding: "SplitGroup") -> str:
+    """`128 / 8 = 16 columns, group is 32 (down_proj)`."""
+    what = "columns" if finding.axis == "K" else "rows"
+    group = f", group is {finding.group_size}" if finding.axis == "K" else ""
+    share = f"{finding.size} / {finding.tp} = {finding.size / finding.tp:g} {what}"
+    return f"{share}{group} ({finding.module.rpartition('.')[2]})"
 
 
 def _show_tp(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any]) -> None:
@@ -210,7 +240,7 @@ def _show_tp(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any]) -> None
     ui.table(
         (">GPUs", ">bytes per GPU", "packed weights can be split"),
         [
-            (str(n), gib(body["bytes_per_gpu"][str(n)]), "yes" if not found else f"no: {found[0]}")
+            (str(n), gib(body["bytes_per_gpu"][str(n)]), "yes" if not found else f"no: {_short(found[0])}")
             for n, found in findings.items()
         ],
     )

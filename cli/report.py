@@ -5,16 +5,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.convert import fail_over_threshold, show_roles
-from kizami.cli.output import Ui, figure, gib, plain_table
+from kizami.cli.output import Ui, counted, figure, gib, plain_table
 from kizami.formats.errors import KizamiError, printable
 
 
 def report(
+    context: typer.Context,
     out: o.Out,
-    format: o.ReportFormat = "text",
+    format: o.ReportFormat = None,
     output: o.ToFile = None,
     top: o.Top = 10,
     max_rel_error: o.MaxRelError = None,
@@ -27,12 +30,20 @@ def report(
 
     The figures were measured while converting and lie in OUT/kizami-report.jsonl, one line per tensor.
     """
+    from kizami.cli.source import finished_output
+
+    if json and format not in (None, "json"):
+        given, other = o.spelled(context, "json"), o.spelled(context, "format")
+        raise KizamiError(
+            f"{given} and {other} {format} contradict each other", code="usage", hint="give one of the two"
+        )
     as_json = json or format == "json"
-    ui = Ui(quiet=quiet, verbose=verbose, json=as_json)
-    body = report_body(out, top if not verbose else None, max_rel_error)
+    ui = Ui(quiet=quiet and format is None, verbose=verbose, json=as_json)  # who names a format wants the report
+    body = report_body(finished_output(out), top if not verbose else None, max_rel_error)
     if output is not None:
-        _write(output, body, "json" if as_json else format)
-        ui.note(f"written to {output}")
+        _write(output, body, "json" if as_json else format or "text")
+        if not quiet:
+            ui.progress(f"written to {output}")
     elif as_json:
         ui.emit("report", body)
     elif format == "markdown":
@@ -91,6 +102,7 @@ def _last(body: dict[str, Any]) -> str:
 
 LAYER_COLUMNS = (">layer", ">packed", ">rel error", ">max", "worst tensor")
 WORST_COLUMNS = (">rel error", ">SQNR dB", ">top 0.1% dB", ">max abs", ">clipped", "tensor")
+NARROW = (0, 1, 4, 5)  # of WORST_COLUMNS, for a terminal of 80 columns
 
 
 def _layer_rows(body: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -127,8 +139,9 @@ def show_report(ui: Ui, body: dict[str, Any]) -> None:
     ui.heading("packed modules by layer")
     ui.table(LAYER_COLUMNS, _layer_rows(body))
     if body["worst"]:
-        ui.heading(f"worst {len(body['worst'])} tensors")
-        ui.table(WORST_COLUMNS, _worst_rows(body))
+        ui.heading(f"worst {counted(len(body['worst']), 'tensor')}")
+        chosen = range(len(WORST_COLUMNS)) if ui.verbose else NARROW
+        ui.table([WORST_COLUMNS[i] for i in chosen], [[row[i] for i in chosen] for row in _worst_rows(body)])
     ui.warn(body["warnings"])
     ui.say()
     ui.result(_last(body))
@@ -201,9 +214,9 @@ class _Lines(Ui):
     def result(self, text: str) -> None:
         self.say(text)
 
-    def table(self, columns: Any, rows: Any) -> None:
+    def table(self, heads: Any, rows: Any) -> None:
         cells = [[printable(cell, 2000) for cell in row] for row in rows]
-        self.lines += plain_table(columns, cells) if cells else []
+        self.lines += plain_table(heads, cells) if cells else []
 
     def warn(self, texts: Any) -> None:
         self.lines += [f"warning: {printable(text, 2000)}" for text in texts]

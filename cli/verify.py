@@ -1,5 +1,6 @@
 """`kizami verify`: proof from the finished bytes."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -9,20 +10,29 @@ import typer
 
 from kizami.cli import options as o
 from kizami.cli.command import Command
-from kizami.cli.output import Ui, stderr_console
+from kizami.cli.output import Ui, counted, stderr_console
+from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
     from kizami.formats.checkpoint import Checkpoint
-    from kizami.quantize.verify import Problem, Verification
+    from kizami.quantize.verify import Verification
+    from kizami.quantize.verify_files import Problem
 
 PROBLEMS_SHOWN = 50
-LINES = 10  # progress lines where there is no terminal
+THRESHOLD_SHOWN = 5  # a threshold that is not met is one thing, not one per tensor
+UNITS = {  # after the counts of Verification.checked
+    "structure": " tensors of the output",
+    "scales": " packed modules",
+    "tensors against the source": " (a scale goes with its weight)",
+}
+LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 
 
 def verify(
+    context: typer.Context,
     out: o.Out,
     against: o.Against = None,
     sample: o.Sample = None,
@@ -35,18 +45,23 @@ def verify(
 ) -> None:
     """Check a finished output from its bytes. Nothing the run said is trusted.
 
-    Hashes, structure, config rules and scales; with --against, every tensor is decoded by a second, independent
-    implementation and compared with the source. Exit code 1 if anything is wrong.
+    Hashes, structure, config rules and scales. Weights are compared only with --against: every tensor is decoded by a
+    second, independent implementation and held against the source. Exit code 1 if anything is wrong.
     """
-    from kizami.cli.source import open_source
+    from kizami.cli.source import finished_output, open_source
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
+    if sample is not None and against is None:
+        given = o.spelled(context, "sample")
+        raise KizamiError(f"{given} without --against: nothing is compared", code="usage", hint="add --against SRC")
+    folder = finished_output(out)
     source = None if against is None else open_source(against)
-    found = run_verify(ui, out, source, sample=sample, max_rel_error=max_rel_error, workers=workers)
+    found = run_verify(ui, folder, source, sample=sample, max_rel_error=max_rel_error, workers=workers)
+    of = sample and compared_tensors(folder)
     if json:
-        ui.emit("verify", verify_body(out, found))
+        ui.emit("verify", verify_body(folder, found, of))
     else:
-        show_verify(ui, out, found)
+        show_verify(ui, folder, found, of)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -69,12 +84,13 @@ def run_verify(
 
 
 class _Meter:
-    """A bar on a terminal, about ten plain lines elsewhere."""
+    """A bar on a terminal, a plain line now and then elsewhere."""
 
     def __init__(self, ui: Ui) -> None:
         self.ui = ui
         self._bar: Bar | None = None
         self._task: TaskID | None = None
+        self._last = time.monotonic()
 
     def __enter__(self) -> "_Meter":
         if self.ui.shows_bar:
@@ -94,16 +110,32 @@ class _Meter:
     def __call__(self, done: int, of: int) -> None:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=of, description="comparing with the source")
-        elif done == of or done % max(1, of // LINES) == 0:
-            self.ui.note(f"compared {done}/{of}")
+        elif time.monotonic() - self._last >= LINE_EVERY:
+            self._last = time.monotonic()
+            self.ui.progress(f"compared {done:,} of {of:,} tensors")
 
 
-def verify_body(out: Path, found: "Verification") -> dict[str, Any]:
+def compared_tensors(out: Path) -> int:
+    """How many tensors a whole comparison has: all of the source's but scales (they go with their weights) and
+    dropped ones."""
+    from kizami.quantize.manifest import read_manifest
+
+    try:
+        counts: dict[str, int] = read_manifest(out)["counts"]
+    except KizamiError:  # verification has said so
+        return 0
+    return sum(count for action, count in counts.items() if action != "drop")
+
+
+def verify_body(out: Path, found: "Verification", sampled_from: int | None = None) -> dict[str, Any]:
     return {
         "out": str(out),
         "ok": found.ok,
         "problems": [asdict(problem) for problem in found.problems],
         "checked": found.checked,
+        "sampled_from": sampled_from,
+        "skipped": list(found.skipped),
+        "notes": list(found.notes),
         "files": found.files,
         "tensors": found.tensors,
         "max_rel_error": found.max_rel_error,
@@ -111,19 +143,36 @@ def verify_body(out: Path, found: "Verification") -> dict[str, Any]:
     }
 
 
-def show_verify(ui: Ui, out: Path, found: "Verification") -> None:
-    ui.say(f"{out}: {found.files:,} files hashed, {found.tensors:,} tensors")
+def show_verify(ui: Ui, out: Path, found: "Verification", sampled_from: int | None = None) -> None:
+    from kizami.quantize.verify import SOURCE
+
+    compared = found.checked.get(SOURCE)
+    ui.say(f"{out}: {counted(found.files, 'file')} hashed")
     for what, count in found.checked.items():
-        ui.say(f"checked {what}: {count:,}")
-    shown = found.problems if ui.verbose else found.problems[:PROBLEMS_SHOWN]
-    for problem in shown:
-        ui.fail(_line(problem))
-    if len(found.problems) > len(shown):
-        ui.fail(f"and {len(found.problems) - len(shown)} more problems (-v names them all)")
+        ui.say(f"checked {what}: {count:,}{UNITS.get(what, '')}")
+    for what in found.skipped:
+        ui.note(f"not checked, because files differ: {what}")
+    for note in found.notes:
+        ui.note(f"note: {note}")
+    over = [f"{problem.tensor}: {problem.message}" for problem in found.problems if problem.code == "max_rel_error"]
+    ui.fail([_line(problem) for problem in found.problems if problem.code != "max_rel_error"], PROBLEMS_SHOWN)
+    ui.fail(over, THRESHOLD_SHOWN)
     if found.worst is not None and found.max_rel_error is not None:
-        ui.say(f"worst tensor: {found.worst}, relative error {found.max_rel_error:.4f}")
-    count = len(found.problems)
-    ui.result("verified: 0 problems" if found.ok else f"NOT verified: {count:,} problem{'s'[: count > 1]}")
+        by = " (as the run recorded it)" if compared is None or sampled_from else ""
+        ui.prose(f"worst tensor: {found.worst}, relative error {found.max_rel_error:.4f}{by}")
+    if found.ok:
+        ui.result(f"verified: {what_was_verified(compared, sampled_from)}")
+    else:
+        ui.result(f"NOT verified: {counted(len(found.problems), 'problem')}")
+
+
+def what_was_verified(compared: int | None, sampled_from: int | None) -> str:
+    """No more than was really done."""
+    if compared is None:
+        return "files and structure are intact, 0 problems; weights were not compared (--against SRC does)"
+    if sampled_from and compared < sampled_from:
+        return f"a sample of {compared:,} of {sampled_from:,} tensors, 0 problems"
+    return f"{counted(compared, 'tensor')} equal to the source, 0 problems"
 
 
 def _line(problem: "Problem") -> str:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from kizami.quantize.pipeline import RunEvent, ShardDone
+    from kizami.quantize.pipeline import RunEvent, ShardDone, Started
     from kizami.quantize.plan import Plan
 
 
@@ -20,7 +20,7 @@ class Watch:
     def __init__(self, ui: Ui, plan: "Plan") -> None:
         self.ui, self.done, self.of = ui, 0, len(plan.shards)
         self._todo = sum(_source_bytes(shard.steps) for shard in plan.shards)
-        self._seen = 0
+        self._seen = self._before = 0  # source bytes of this run, and of those it resumed
         self._started = time.monotonic()
         self._bar: Bar | None = None
         self._task: TaskID | None = None
@@ -38,7 +38,8 @@ class Watch:
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("compiling kernels (first run only)", total=self._todo)
+            first = "compiling kernels" if kernels_are_cold() else f"shard 1/{self.of}"
+            self._task = self._bar.add_task(first, total=self._todo)
         return self
 
     def __exit__(
@@ -52,36 +53,38 @@ class Watch:
 
         match event:
             case Started():
-                self._start(event.resumed, event.rewritten)
+                self._start(event)
             case Progress():
                 self._advance(event.source_bytes)
             case ShardDone():
                 self._shard(event)
 
-    def _start(self, resumed: int, rewritten: tuple[str, ...]) -> None:
-        self.done = resumed
+    def _start(self, event: "Started") -> None:
+        self.done, self._before = event.resumed, event.source_bytes
         self._started = time.monotonic()
-        if resumed:
-            self._tell(f"resumed: {resumed} of {self.of} shards were done")
-        for file in rewritten:
+        if event.resumed:
+            self._tell(f"resumed: {event.resumed} of {self.of} shards were done")
+        for file in event.rewritten:
             self._tell(f"{file}: its bytes have changed since it was written; it is written again")
+        self._show()
 
     def _advance(self, nbytes: int) -> None:
         self._seen += nbytes
+        self._show(f"shard {min(self.done + 1, self.of)}/{self.of}")
+
+    def _show(self, description: str | None = None) -> None:
         if self._bar is not None and self._task is not None:
-            description = f"shard {min(self.done + 1, self.of)}/{self.of}"
-            self._bar.update(self._task, completed=self._seen, description=description)
+            self._bar.update(self._task, completed=self._before + self._seen, description=description)
 
     def _shard(self, event: "ShardDone") -> None:
         self.done = event.done
-        self._tell(shard_line(event, self._eta(event)))
+        if self._bar is None or self.ui.verbose:  # on a terminal the bar says it all
+            self._tell(shard_line(event, self._eta(), named=self.ui.verbose))
 
-    def _eta(self, event: "ShardDone") -> float:
+    def _eta(self) -> float:
         """Seconds, from the bytes of this run so far: shards of an earlier run cost nothing now."""
-        left = event.of - event.done
         rate = self._seen / max(1e-9, time.monotonic() - self._started)
-        mean = self._todo / self.of
-        return left * mean / rate if rate else 0.0
+        return (self._todo - self._before - self._seen) / rate if rate else 0.0
 
     def _tell(self, line: str) -> None:
         if self._bar is not None:
@@ -89,16 +92,25 @@ class Watch:
 
             self._bar.console.print(printable(line, 1000))
         else:
-            self.ui.note(line)
+            self.ui.progress(line)
 
 
 def _source_bytes(steps: tuple[Any, ...]) -> int:
     return sum(step.weight.nbytes for step in steps)
 
 
-def shard_line(event: "ShardDone", eta: float) -> str:
+def kernels_are_cold() -> bool:
+    """Whether nothing is compiled yet: the first run of this version, or no folder to keep kernels in."""
+    from kizami.quantize.kernels.jit import cache_folder
+
+    folder = cache_folder()
+    return folder is None or next(folder.rglob("*.nbi"), None) is None
+
+
+def shard_line(event: "ShardDone", eta: float, *, named: bool) -> str:
+    """Less than 80 columns without the file's name."""
     errors = [row["rel_error"] for row in event.rows if row.get("rel_error") is not None]
-    parts = [f"shard {event.done}/{event.of}", event.shard.file]
+    parts = [f"shard {event.done}/{event.of}", *([event.shard.file] if named else [])]
     if errors:
         only = all(row["role"] == "routed_expert" for row in event.rows if row.get("rel_error") is not None)
         parts.append(f"{'experts' if only else 'packed'} {len(errors)}")

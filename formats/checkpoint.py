@@ -71,7 +71,7 @@ class Checkpoint:
             _check_index(weight_map, tensors)
             total = sum(info.nbytes for info in tensors.values())
             if index.total_size != total:
-                notes.append(f"{INDEX_NAME}: total_size {index.total_size} is wrong ({total} bytes), ignored")
+                notes.append(f"{INDEX_NAME}: total_size {str(index.total_size)[:24]} is wrong ({total} bytes), ignored")
         notes += _stray_notes(names, headers, single is not None)
         return Checkpoint(folder, config, headers, tensors, weight_map is not None, tuple(notes))
 

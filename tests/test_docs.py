@@ -74,17 +74,39 @@ def test_readme_has_exactly_two_set_up_commands() -> None:
     assert installing == [command for _, command in marked]
 
 
+def test_readme_says_where_set_up_leaves_the_program() -> None:
+    assert re.search(r"`\.venv/bin/kizami`.*`\. \.venv/bin/activate`", README, re.S)
+
+
+def test_help_has_no_noise_and_no_hard_line_breaks() -> None:
+    pages = {name: CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output for name in COMMANDS}
+    pages[""] = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    for page in pages.values():
+        assert not re.search(r"<bool>|<str>|<path>|\[required\]", page)
+    assert "Takes the options of convert that shape the output. Reads headers only." in pages["plan"]
+    assert "-q, -v, --json and --debug" in pages[""]
+
+
+def test_plan_takes_every_option_of_convert_that_decides_the_bytes() -> None:
+    run_only = {"workers", "dry_run", "restart", "max_rel_error"}
+    convert = {parameter.name for parameter in COMMANDS["convert"].params} - run_only - {"out"}
+    assert convert <= {parameter.name for parameter in COMMANDS["plan"].params}
+
+
 def test_no_path_of_a_machine_and_no_registry_host_in_readme() -> None:
     assert not re.search(r"(?<![\w.])/(work|tmp|home|root|Users)\b|https?://(?!huggingface\.co|github\.com)", README)
 
 
-def test_the_python_example_runs(demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tiny-glm-fp8").symlink_to(demo_checkpoint)
+def test_the_python_example_runs_where_the_demo_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    demo = blocks("sh")[0].split("&&")[-1].strip().removeprefix(".venv/bin/kizami ")
+    assert CliRunner().invoke(app, shlex.split(demo)).exit_code == 0
+    before = set((tmp_path / "kizami-demo").iterdir())
     (code,) = blocks("python")
     scope: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), scope)
-    assert (tmp_path / "tiny-glm-int4" / "kizami.json").is_file()
+    (new,) = set((tmp_path / "kizami-demo").iterdir()) - before
+    assert (new / "kizami.json").is_file()
     assert scope["manifest"]["output"]["bytes"] == scope["plan"].output.bytes
 
 
