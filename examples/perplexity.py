@@ -1,7 +1,8 @@
 """What INT4 costs a model: perplexity, KL divergence and top-1 agreement of a kizami output against its FP8 source.
 
-    python examples/perplexity.py FP8_SRC INT4_OUT --text heldout.txt
+    python examples/perplexity.py kizami-demo/tiny-glm-fp8 kizami-demo/tiny-glm-int4 --text examples/heldout.txt
 
+heldout.txt is text that the demo's model was not trained on: Python's documentation and standard library (PSF licence).
 Needs torch, transformers >= 5.24, compressed-tensors >= 0.20 and accelerate. Runs on a CPU in float32, so it is for
 models that fit in memory there. The INT4 side is opened as any user opens it. The FP8 side is decoded by kizami's
 reference code into a dense copy first, because transformers' own FP8 loader decodes partial blocks wrongly (it takes

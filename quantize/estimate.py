@@ -6,10 +6,12 @@ from kizami.quantize.plan import Plan
 from kizami.quantize.settings import MethodName
 
 # Bytes of source weights per second on one core of an AMD EPYC, reading and writing included.
-PACK_RATES: dict[MethodName, float] = {"search": 150e6, "minmax": 200e6, "signed": 200e6}
+PACK_RATES: dict[MethodName, float] = {"search": 300e6, "minmax": 450e6, "signed": 450e6}
 MOVE_RATE = 400e6  # decoded to BF16, copied or kept: bound by memory and disk
 BASE_BYTES = 200 << 20  # interpreter, numpy, numba, compiled kernels, write buffers
-COPIES = 1.2  # of a packed tensor and its output, per worker (1.05 measured at 1, 2 and 4 workers)
+WORKER_BYTES = 4 << 20  # a band of rows, and what is kept of it
+OUTPUTS = 1.3  # packed tensors in memory per worker: one in work, and those that wait to be written (measured: 1.2)
+SURVEY = 1 / 16  # of a packed tensor's weights: two bytes per 32 of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,6 @@ class Estimate:
 def estimate(plan: Plan, method: MethodName, workers: int) -> Estimate:
     packed = sum(step.weight.nbytes for step in plan.packed)
     moved = sum(step.weight.nbytes for step in plan.steps if step.action not in ("quantize", "drop"))
-    largest = max((step.weight.nbytes + step.nbytes for step in plan.packed), default=0)
+    largest = max((OUTPUTS * step.nbytes + SURVEY * step.weight.nbytes for step in plan.packed), default=0.0)
     seconds = (packed / PACK_RATES[method] + moved / MOVE_RATE) / workers
-    return Estimate(seconds, BASE_BYTES + int(COPIES * workers * largest))
+    return Estimate(seconds, BASE_BYTES + int(workers * (WORKER_BYTES + largest)))

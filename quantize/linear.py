@@ -1,29 +1,53 @@
 """Quantise one linear's weight [N, K], or decode rows of it. NumPy arrays in and out; safe to call from threads."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kizami.quantize.kernels import survey
-from kizami.quantize.kernels.methods import Output, Search, Source, new_output, rule_rows, search_rows
-from kizami.quantize.kernels.rows import CHUNK
+from kizami.quantize.kernels.lanes import CHUNK
+from kizami.quantize.kernels.methods import (
+    Search,
+    Source,
+    Span,
+    Totals,
+    add_top,
+    new_span,
+    new_totals,
+    rule_rows,
+    search_rows,
+)
 from kizami.quantize.kernels.search_tables import MINUS, candidates, error_table
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.settings import GROUP_SIZES, Method
 
-TILE = 1 << 18  # float32 values held at a time where a source has to be widened
+BAND_BYTES = 1 << 19  # of source that is looked at at a time: between reading and use it stays in the second cache
+TILE = 1 << 18  # the same in float32 values, where a source has to be widened
 
-_NO_VALUES = np.empty((0, 0), np.float32)
-_NO_CODES = np.empty((0, 0), np.uint8)
+_NO_VALUES = np.empty(0, np.float32)
+_NO_BITS = np.empty(0, np.int32)
+_NO_CODES = np.empty(0, np.uint8)
 _NO_GRID = np.empty((0, 0), np.float32)
-_NO_MAXIMA = np.empty((0, 0), np.int8)
+_NO_MAXIMA = np.empty(0, np.int8)
 
 Array = NDArray[Any]
 Empty = Callable[[tuple[int, ...], Any], Array]
-Tiles = Callable[[], Iterator[tuple[int, NDArray[np.float32]]]]  # (first row, float32 rows), restartable
+Block = tuple[int, int]
+
+
+class Rows(Protocol):
+    """A weight [N, K] whose rows are asked for in runs, each used before the next is asked for: an array, or a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __getitem__(self, rows: slice, /) -> Array: ...
 
 
 class NonFiniteError(ValueError):
@@ -47,44 +71,157 @@ class PackedLinear:
 
 
 def quantize_linear(
-    weight: Array,
+    weight: Rows,
     scale: NDArray[np.float32] | None,
-    block: tuple[int, int] | None,
+    block: Block | None,
     group_size: int,
     method: Method,
     empty: Empty = np.empty,
+    band: int | None = None,
 ) -> PackedLinear:
     """weight [N, K]: uint8 e4m3 bytes with float32 `scale` [ceil(N/b0), ceil(K/b1)], or uint16 BF16 bits, float16 or
     float32 without one. K is a multiple of group_size. `empty` (shape, dtype) provides the memory of the result.
+    The weight is gone through twice in bands of rows; their height, `band`, does not show in the result.
     Raises NonFiniteError.
     """
     assert group_size in GROUP_SIZES, group_size
     assert weight.shape[1] % group_size == 0, (group_size, weight.shape)
     rows, columns = weight.shape
-    if not weight.size:
-        nothing = new_output(rows, columns, group_size)
-        return PackedLinear(nothing.packed, nothing.scale, _sums(nothing, 0))
-    grid, tiles = None, _float_tiles(weight)
+    n = rows * columns
+    grid = None
     if scale is not None and block is not None:
-        weight, grid, block = _fp8(weight, scale, block)
-        _check_scales(weight, grid, block, 0)
-        tiles = _fp8_tiles(weight, grid, block)
-    parts: Iterable[tuple[slice, Source]]
+        grid, block = _grid(weight, scale, block, 0)
+    bands: _Codes | _Values
     if grid is not None and block is not None and (block[1] % group_size == 0 or block[1] >= columns):
-        source, threshold = _survey_codes(weight, grid, block)
-        parts = [(slice(0, rows), source)]
+        bands = _Codes(weight, grid, block, band)
     else:
-        threshold = _survey_values(weight, grid, block, tiles)
-        parts = ((slice(first, first + len(values)), _value_source(values)) for first, values in tiles())
-    out = new_output(rows, columns, group_size, empty)  # not before the survey, which needs memory of its own
-    for rows_of, source in parts:
-        part = out._replace(packed=out.packed[rows_of], scale=out.scale[rows_of])
-        _quantize_rows(source, group_size, method, threshold, part)
-    return PackedLinear(out.packed, out.scale, _sums(out, weight.size))
+        bands = _Values(weight, grid, block, band)
+    floor, above = bands.survey() if n else (np.float32(0), 0)
+    packed = empty((rows, columns // 8), np.int32)  # not before the survey, which needs memory of its own
+    scales = empty((rows, columns // group_size), np.uint16)
+    span, totals = new_span(min(rows, bands.band), columns, group_size), new_totals(above * CHUNK)
+    for first, last, source in bands.sources() if n else ():
+        _quantize_rows(
+            source, span, method, floor, packed[first:last].reshape(-1), scales[first:last].reshape(-1), totals
+        )
+    return PackedLinear(packed, scales, _sums(totals, floor, n, scales.size))
 
 
-def _value_source(values: NDArray[np.float32]) -> Source:
-    return Source(_NO_CODES, _NO_MAXIMA, _NO_MAXIMA, values, _NO_GRID, 1, 1)
+class _Codes:
+    """A weight of e4m3 codes whose groups lie inside one block column. `survey` first, then `sources`."""
+
+    def __init__(self, weight: Rows, grid: NDArray[np.float32], block: Block, band: int | None) -> None:
+        self.weight, self.grid, self.block = weight, grid, block
+        self.band = band or max(1, BAND_BYTES // max(1, weight.shape[1]))
+        self.maxima = np.empty((2, weight.shape[0], weight.shape[1] // CHUNK), np.int8)  # of each sign, by chunk
+
+    def _bands(self) -> Iterator[tuple[int, int, Array, Array]]:
+        """First and last row, their codes and maxima."""
+        for first, last in _runs(self.weight, self.band):
+            codes = np.require(self.weight[first:last], requirements=["C", "W"])
+            yield first, last, codes, self.maxima[:, first:last]
+
+    def survey(self) -> tuple[np.float32, int]:
+        def count(half: int, counts: Array) -> None:
+            if half != survey.HIGH_HALF:
+                survey.count_codes(self.maxima[0], self.maxima[1], self.grid, *self.block, 0, half, counts)
+                return
+            for first, _, codes, (positive, negative) in self._bands():
+                _check_scales(codes, self.grid, self.block, first)
+                survey.maxima(codes.reshape(-1).view(np.int8), positive.reshape(-1), negative.reshape(-1))
+                largest = survey.count_codes(positive, negative, self.grid, *self.block, first, half, counts)
+                if largest >= survey.TOO_LARGE_BITS:
+                    raise _first_bad(codes, self.grid, self.block, first, survey.TOO_LARGE)
+
+        return _floor(count, self.weight)
+
+    def sources(self) -> Iterator[tuple[int, int, Source]]:
+        for first, last, codes, (positive, negative) in self._bands():
+            flat = codes.reshape(-1), positive.reshape(-1), negative.reshape(-1)
+            yield first, last, Source(*flat, _NO_VALUES, _NO_BITS, self.grid, *self.block, first, self.weight.shape[1])
+
+
+class _Values:
+    """Any other weight: widened to float32 band by band."""
+
+    def __init__(self, weight: Rows, grid: NDArray[np.float32] | None, block: Block | None, band: int | None) -> None:
+        assert weight.dtype in (np.uint8, np.uint16, np.float16, np.float32), weight.dtype
+        self.weight, self.grid, self.block = weight, grid, block
+        self.band = min(band or max(1, TILE // max(1, weight.shape[1])), max(1, weight.shape[0]))
+
+    def _bands(self) -> Iterator[tuple[int, int, Array, NDArray[np.float32]]]:
+        memory = np.empty((self.band, self.weight.shape[1]), np.float32)
+        for first, last in _runs(self.weight, self.band):
+            raw, values = self.weight[first:last], memory[: last - first]
+            if self.grid is not None and self.block is not None:
+                codes = np.require(raw, requirements=["C", "W"])
+                survey.decode_rows(codes, self.grid, *self.block, first, values)
+            elif raw.dtype == np.uint16:
+                np.left_shift(raw, np.uint32(16), out=values.view(np.uint32), dtype=np.uint32)
+            else:
+                np.copyto(values, raw)
+            yield first, last, raw, values
+
+    def survey(self) -> tuple[np.float32, int]:
+        peaks = np.empty((self.weight.shape[0], self.weight.shape[1] // CHUNK), np.int32)  # bits of max |W|
+
+        def count(half: int, counts: Array) -> None:
+            if half != survey.HIGH_HALF:
+                survey.count_values(peaks.reshape(-1), half, counts)
+                return
+            for first, last, raw, values in self._bands():
+                if self.grid is not None and self.block is not None:
+                    _check_scales(raw, self.grid, self.block, first)
+                part = peaks[first:last].reshape(-1)
+                negative = np.empty_like(part)
+                survey.maxima(values.reshape(-1).view(np.int32), part, negative)
+                np.maximum(part, negative, out=part)
+                nan = self.grid is not None and bool(((raw & 0x7F) == 0x7F).any())
+                if nan or survey.count_values(part, half, counts) >= survey.TOO_LARGE_BITS:
+                    raise _first_bad(raw, self.grid, self.block, first, survey.TOO_LARGE)
+
+        return _floor(count, self.weight)
+
+    def sources(self) -> Iterator[tuple[int, int, Source]]:
+        for first, last, _, values in self._bands():
+            flat = values.reshape(-1)
+            yield (
+                first,
+                last,
+                Source(
+                    _NO_CODES,
+                    _NO_MAXIMA,
+                    _NO_MAXIMA,
+                    flat,
+                    flat.view(np.int32),
+                    _NO_GRID,
+                    1,
+                    1,
+                    first,
+                    self.weight.shape[1],
+                ),
+            )
+
+
+def _runs(weight: Rows, height: int) -> Iterator[tuple[int, int]]:
+    rows = weight.shape[0]
+    return ((first, min(first + height, rows)) for first in range(0, rows, height))
+
+
+def _floor(count: Callable[[int, Array], None], weight: Rows) -> tuple[np.float32, int]:
+    """A bound not above the threshold of the top 0.1 %, and how many chunks of weights reach beyond it.
+
+    As many chunks as that is weights have their peak, hence a weight, not below it. Exact, by counting the upper and
+    then the lower halves of the peaks' bits: cheaper than a partition of them all.
+    """
+    rank = survey.top_count(weight.shape[0] * weight.shape[1])
+    counts = np.zeros(1 << 16, np.int32)
+    count(survey.HIGH_HALF, counts)
+    high, above = survey.bin_of(counts, rank)
+    counts[:] = 0
+    count(high, counts)
+    low, more = survey.bin_of(counts, rank - above)
+    return np.uint32(high << 16 | low).view(np.float32), above + more
 
 
 def dequantize_rows(
@@ -97,7 +234,8 @@ def dequantize_rows(
     """bf16(fl32(e4m3 * scale)) of rows first_row.. of a tensor: uint8 [n, K] to BF16 bits [n, K]. `scale` is the whole
     tensor's grid. Raises NonFiniteError; its row counts from the tensor's first.
     """
-    weight, grid, block = _fp8(weight, scale, block, first_row)
+    grid, block = _grid(weight, scale, block, first_row)
+    weight = np.require(weight, requirements=["C", "W"])
     out = empty(weight.shape, np.uint16)
     if weight.size:
         _check_scales(weight, grid, block, first_row)
@@ -115,10 +253,8 @@ def warm_up(method: Method, group_size: int) -> None:
     dequantize_rows(codes, scale, (128, 128), 0)
 
 
-def _fp8(
-    weight: Array, scale: NDArray[np.float32], block: tuple[int, int], first_row: int = 0
-) -> tuple[Array, NDArray[np.float32], tuple[int, int]]:
-    """Arguments of the one kind the kernels are compiled for: contiguous, writable arrays, plain integers."""
+def _grid(weight: Rows, scale: NDArray[np.float32], block: Block, first_row: int) -> tuple[NDArray[np.float32], Block]:
+    """Arguments of the one kind the kernels are compiled for: a contiguous, writable array, plain integers."""
     b0, b1 = int(block[0]), int(block[1])
     end = first_row + weight.shape[0]
     assert min(block) > 0, block
@@ -126,82 +262,17 @@ def _fp8(
     assert scale.dtype == np.float32, scale.dtype
     assert scale.shape[0] >= -(-end // b0), (weight.shape, scale.shape, block)
     assert scale.shape[1:] == (-(-weight.shape[1] // b1),), (weight.shape, scale.shape, block)
-    return np.require(weight, requirements=["C", "W"]), np.require(scale, requirements=["C", "W"]), (b0, b1)
+    return np.require(scale, requirements=["C", "W"]), (b0, b1)
 
 
-def _check_scales(weight: Array, grid: NDArray[np.float32], block: tuple[int, int], first_row: int) -> None:
+def _check_scales(weight: Array, grid: NDArray[np.float32], block: Block, first_row: int) -> None:
     used = grid[first_row // block[0] : -(-(first_row + len(weight)) // block[0])]
     if not (np.isfinite(used) & (used >= 0)).all():
         raise _first_bad(weight, grid, block, first_row, survey.TOO_LARGE)
 
 
-def _fp8_tiles(weight: Array, grid: NDArray[np.float32], block: tuple[int, int]) -> Tiles:
-    def tiles() -> Iterator[tuple[int, NDArray[np.float32]]]:
-        for first, codes in _row_tiles(weight):
-            values = np.empty(codes.shape, np.float32)
-            survey.decode_rows(codes, grid, *block, first, values)
-            yield first, values
-
-    return tiles
-
-
-def _float_tiles(weight: Array) -> Tiles:
-    assert weight.dtype in (np.uint8, np.uint16, np.float16, np.float32), weight.dtype
-
-    def tiles() -> Iterator[tuple[int, NDArray[np.float32]]]:
-        for first, rows in _row_tiles(weight):
-            if rows.dtype == np.uint16:
-                yield first, (rows.astype(np.uint32) << 16).view(np.float32)
-            else:
-                yield first, rows.astype(np.float32, order="C")
-
-    return tiles
-
-
-def _row_tiles(weight: Array) -> Iterator[tuple[int, Array]]:
-    step = max(1, TILE // weight.shape[1])
-    for first in range(0, len(weight), step):
-        yield first, weight[first : first + step]
-
-
-def _survey_codes(weight: Array, grid: NDArray[np.float32], block: tuple[int, int]) -> tuple[Source, np.float32]:
-    """The tensor with its extremes, and the threshold of its top 0.1 %."""
-    signed = weight.view(np.int8)
-    chunks = (weight.shape[0], weight.shape[1] // CHUNK)
-    positive, negative, peaks = np.empty(chunks, np.int8), np.empty(chunks, np.int8), np.empty(chunks, np.float32)
-    survey.code_maxima(signed, positive, negative)
-    survey.code_peaks(positive, negative, grid, *block, peaks)
-    nan = max(positive.max(), negative.max()) == survey.NAN_CODE
-    if nan or not peaks.max() < survey.TOO_LARGE:
-        raise _first_bad(weight, grid, block, 0, survey.TOO_LARGE)
-    floor = survey.floor_of(peaks, weight.size)
-    found = np.empty(survey.top_count(weight.size) * CHUNK, np.float32)
-    count = survey.codes_above(weight, grid, *block, peaks, floor, found)
-    source = Source(weight, positive, negative, _NO_VALUES, grid, *block)
-    return source, survey.threshold_of(found[:count], floor, weight.size)
-
-
-def _survey_values(
-    weight: Array, grid: NDArray[np.float32] | None, block: tuple[int, int] | None, tiles: Tiles
-) -> np.float32:
-    """The same for weights that are widened tile by tile."""
-    peaks = np.empty((weight.shape[0], weight.shape[1] // CHUNK), np.float32)
-    for first, values in tiles():
-        codes, part = weight[first : first + len(values)], peaks[first : first + len(values)]
-        survey.value_peaks(values, part)
-        nan = grid is not None and bool(((codes & 0x7F) == 0x7F).any())
-        if nan or not (part < survey.TOO_LARGE).all():
-            raise _first_bad(codes, grid, block, first, survey.TOO_LARGE)
-    floor = survey.floor_of(peaks, weight.size)
-    found = np.empty(survey.top_count(weight.size) * CHUNK, np.float32)
-    count = 0
-    for first, values in tiles():
-        count += survey.values_above(values, peaks[first : first + len(values)], floor, found[count:])
-    return survey.threshold_of(found[:count], floor, weight.size)
-
-
 def _first_bad(
-    weight: Array, grid: NDArray[np.float32] | None, block: tuple[int, int] | None, first_row: int, limit: float
+    weight: Array, grid: NDArray[np.float32] | None, block: Block | None, first_row: int, limit: float
 ) -> NonFiniteError:
     """Slow and only on the way out: look again, row by row, for the first weight that is not finite or beyond limit."""
     for r, row in enumerate(weight):
@@ -229,41 +300,48 @@ def _found(raw: Any, value: Any, scale: Any) -> str:
     return f"{value:g}, too large for BF16" if np.isfinite(value) or scale is not None else f"{value:g}"
 
 
-def _quantize_rows(source: Source, group_size: int, method: Method, threshold: np.float32, out: Output) -> None:
+def _quantize_rows(
+    source: Source, span: Span, method: Method, floor: np.float32, packed: Array, scale: Array, totals: Totals
+) -> None:
     if method.name != "search":
-        rule_rows(source, group_size, method.name == "minmax", threshold, out)
+        rule_rows(source, method.name == "minmax", span, floor, packed, scale, totals)
         return
+    group_size = span.relative.size
     chosen = candidates(group_size, method.clip_allowance)
     table = error_table(group_size, method.clip_allowance).reshape(-1)
     positive = method.scale_sign == "positive"
     search = Search(table, chosen.divisors, MINUS, chosen.reach_plus, chosen.reach_minus, positive)
-    search_rows(source, group_size, search, threshold, out)
+    search_rows(source, search, span, floor, packed, scale, totals)
 
 
-def _sums(out: Output, n: int) -> ErrorSums:
-    w2, e2, q2 = (float(x) for x in _add_lanes(out.sums))
+def _sums(totals: Totals, floor: np.float32, n: int, groups: int) -> ErrorSums:
+    w2, e2, q2 = (_add_lanes(lanes) for lanes in totals.sums.reshape(3, -1))
+    found = totals.found[:, : int(totals.found_count[0])]
+    threshold = survey.threshold_of(found[0], floor, n) if n else floor
+    top = np.zeros(3)
+    add_top(found, threshold, top)
+    if threshold == floor:
+        many, squares = (float(x) for x in totals.at_floor)
+        top += (many, many * float(floor) ** 2, squares)
     return ErrorSums(
         n=n,
         sum_w2=w2,
         sum_e2=e2,
         sum_q2=q2,
-        top_n=int(out.top[0]),
-        top_w2=float(out.top[1]),
-        top_e2=float(out.top[2]),
-        max_abs_error=float(np.uint32(out.counts[3]).view(np.float32)),
-        clipped=int(out.counts[2]),
-        groups=out.scale.size,
-        zero_groups=int(out.counts[0]),
-        negative_scales=int(out.counts[1]),
+        top_n=int(top[0]),
+        top_w2=float(top[1]),
+        top_e2=float(top[2]),
+        max_abs_error=float(totals.largest.max().view(np.float32)),
+        clipped=int(totals.clipped[0]),
+        groups=groups,
+        zero_groups=int(totals.groups[0]),
+        negative_scales=int(totals.groups[1]),
     )
 
 
-def _add_lanes(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
+def _add_lanes(lanes: NDArray[np.float64]) -> float:
     """In this order; NumPy's own order depends on the CPU."""
-    while lanes.shape[1] % 2 == 0 and lanes.shape[1]:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    total = np.zeros(lanes.shape[0])
-    for lane in lanes.T:
-        total += lane
+    total = 0.0
+    for lane in lanes:
+        total += float(lane)
     return total

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from kizami.formats.dialects import ScaledWeight, decode_scales
 from kizami.formats.errors import KizamiError
@@ -81,23 +82,48 @@ def read_scales(scaled: ScaledWeight, reader: TensorReader) -> NDArray[np.float3
     return decode_scales(reader.read(scaled.scale), scaled)
 
 
-def _read_rows(step: Step, reader: TensorReader, first: int, rows: int, buffers: Buffers) -> NDArray[np.generic]:
-    """Rows of a 2-D source weight in its own dtype (FP8 and BF16 as raw uint8 and uint16)."""
-    n, k = step.weight.shape
-    row_bytes = step.weight.nbytes // n
-    raw = reader.read(step.weight, first=first * row_bytes, nbytes=rows * row_bytes, empty=buffers.empty)
-    return raw.view(SOURCE_VIEWS[step.weight.dtype]).reshape(rows, k)
+class SourceRows:
+    """A 2-D source weight in its own dtype (FP8 and BF16 as raw uint8 and uint16), read as it is asked for. Each run of
+    rows lies in the memory of the run before it."""
+
+    def __init__(self, step: Step, reader: TensorReader, buffers: Buffers) -> None:
+        self.shape = step.weight.shape
+        self.dtype = np.dtype(SOURCE_VIEWS[step.weight.dtype])
+        self._step, self._reader, self._buffers = step, reader, buffers
+        self._memory: NDArray[np.uint8] | None = None
+        self._held: tuple[slice, NDArray[Any]] | None = None  # a tensor of one run is read once
+
+    def __getitem__(self, rows: slice) -> NDArray[Any]:
+        if self._held is None or self._held[0] != rows:
+            width = self.shape[1] * self.dtype.itemsize
+            first, nbytes = rows.start * width, (rows.stop - rows.start) * width
+            raw = self._reader.read(self._step.weight, first=first, nbytes=nbytes, empty=self._empty)
+            self._held = rows, raw.view(self.dtype).reshape(rows.stop - rows.start, self.shape[1])
+        return self._held[1]
+
+    def _empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        if self._memory is None or self._memory.nbytes < shape[0]:
+            self.close()
+            self._memory = self._buffers.empty(shape, dtype)
+        return self._memory[: shape[0]]
+
+    def close(self) -> None:
+        """Gives the memory back; the rows must not be used any more."""
+        if self._memory is not None:
+            self._buffers.give(self._memory)
+        self._memory = self._held = None
 
 
 def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int, buffers: Buffers) -> Produced:
     scale = None if step.scaled is None else read_scales(step.scaled, reader)
     block = None if step.scaled is None else step.scaled.block
-    weight = _read_rows(step, reader, 0, step.weight.shape[0], buffers)
+    weight = SourceRows(step, reader, buffers)
     try:
         linear = quantize_linear(weight, scale, block, group_size, method, buffers.empty)
     except NonFiniteError as e:
         raise non_finite(step, e) from None
-    buffers.give(weight)
+    finally:
+        weight.close()
     packed, shape, scales = step.outputs
     chunks = (
         (packed.name, linear.packed),
@@ -110,7 +136,9 @@ def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int,
 def _dequantize(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
     step = piece.step
     assert step.scaled is not None
-    codes = _read_rows(step, reader, piece.first, piece.count, buffers).view(np.uint8)
+    k = step.weight.shape[1]
+    raw = reader.read(step.weight, first=piece.first * k, nbytes=piece.count * k, empty=buffers.empty)
+    codes = raw.reshape(piece.count, k)
     scales = read_scales(step.scaled, reader)
     try:
         rows = dequantize_rows(codes, scales, step.scaled.block, piece.first, buffers.empty)

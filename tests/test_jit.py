@@ -18,7 +18,7 @@ codes = np.random.default_rng(5).integers(0, 0x7F, (3, 128)).astype(np.uint8)
 codes[1, 32:64] = 0x80
 scale = np.array([[1.5], [0.3]], np.float32)
 digest = hashlib.sha256()
-for method in (Method("search"), Method("search", "positive", 0.5)):
+for method in (Method("minmax"), Method("search"), Method("search", "positive", 0.5)):
     for source in ((codes, scale, (2, 128)), (codes.astype(np.float32) / 7, None, None)):
         made = quantize_linear(*source, 32, method)
         digest.update(made.packed.tobytes() + made.scale.tobytes() + repr(made.sums).encode())

@@ -229,6 +229,66 @@ def test_products_too_large_for_bf16_are_refused() -> None:
         assert (error.value.row, error.value.col) == (2, 77)
 
 
+@pytest.mark.parametrize("method", [MINMAX, SEARCH], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((587, 320), (128, 128)),  # partial blocks both ways
+        ((40, 256), (1, 256)),  # per channel
+        ((40, 256), (40, 256)),  # per tensor
+        ((40, 256), (16, 16)),  # widened
+        ((300, 1024), None),  # float32
+    ],
+)
+def test_the_height_of_the_bands_does_not_show(
+    shape: tuple[int, int], block: tuple[int, int] | None, method: Method
+) -> None:
+    weight, scale = random_codes(*shape, seed=4), None if block is None else grid(*shape, block)
+    weight[7, :64] = 0
+    weight[11] = weight[12]  # more than one weight on the threshold of the top 0.1 %
+    if block is None:
+        weight = ref.decode_e4m3(weight).astype(np.float32)
+    whole = quantize_linear(weight, scale, block, 32, method, band=shape[0])
+    for band in (1, 3, 31, 100, 128):
+        found = quantize_linear(weight, scale, block, 32, method, band=band)
+        np.testing.assert_array_equal(found.packed, whole.packed)
+        np.testing.assert_array_equal(found.scale, whole.scale)
+        assert found.sums == whole.sums
+
+
+@pytest.mark.parametrize("band", [1, 100, 300])
+def test_errors_name_the_same_place_whatever_the_bands(band: int) -> None:
+    codes, scale = random_codes(300, 256), grid(300, 256, (128, 128))
+    codes[[170, 290], [200, 1]] = 0x7F
+    for given in ((codes, scale, (128, 128)), (codes, grid(300, 256, (16, 16)), (16, 16))):
+        with pytest.raises(NonFiniteError) as error:
+            quantize_linear(*given, 32, MINMAX, band=band)
+        assert (error.value.row, error.value.col) == (170, 200)
+    scale[1, 0] = np.nan
+    with pytest.raises(NonFiniteError) as error:
+        quantize_linear(codes, scale, (128, 128), 32, MINMAX, band=band)
+    assert (error.value.row, error.value.col) == (128, 0)
+
+
+def test_rows_are_asked_for_in_runs_and_each_is_used_before_the_next() -> None:
+    codes, scale = random_codes(64, 256), grid(64, 256, (128, 128))
+
+    class Reader:
+        shape, dtype = codes.shape, codes.dtype
+        memory = np.empty((10, 256), np.uint8)
+        asked: list[tuple[int, int]] = []  # noqa: RUF012
+
+        def __getitem__(self, rows: slice) -> np.ndarray:
+            self.asked.append((rows.start, rows.stop))
+            self.memory[:] = 0x7F
+            self.memory[: rows.stop - rows.start] = codes[rows]
+            return self.memory[: rows.stop - rows.start]
+
+    found = quantize_linear(Reader(), scale, (128, 128), 32, SEARCH, band=10)
+    np.testing.assert_array_equal(found.packed, quantize_linear(codes, scale, (128, 128), 32, SEARCH).packed)
+    assert Reader.asked == 2 * [(first, min(first + 10, 64)) for first in range(0, 64, 10)]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "float16", "float32"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_float_sources_that_are_not_finite_are_named_with_their_place(dtype: str, bad: float) -> None:
@@ -277,6 +337,21 @@ def test_empty_tensors_are_no_error() -> None:
     assert result.packed.shape == (0, 8)
     assert result.scale.shape == (0, 2)
     assert result.sums.figures()["rel_error"] == 0.0
+    assert quantize_linear(np.empty((5, 0), np.float32), None, None, 32, SEARCH).packed.shape == (5, 0)
+
+
+def test_a_weight_that_changes_between_the_passes_leads_nowhere_else() -> None:
+    class Changing:
+        shape, dtype = (64, 1024), np.dtype(np.float32)
+        passes = 0
+
+        def __getitem__(self, rows: slice) -> np.ndarray:
+            self.passes += 1
+            return np.full((rows.stop - rows.start, 1024), 1.0 if self.passes == 1 else 2.0, np.float32)
+
+    result = quantize_linear(Changing(), None, None, 32, SEARCH)
+    assert result.packed.shape == (64, 128)
+    assert result.sums.top_n <= 64 * 1024
 
 
 @pytest.mark.parametrize("method", [MINMAX, SEARCH], ids=str)

@@ -1,4 +1,4 @@
-"""The kernels that quantise a tensor: each goes through its rows and calls the passes of `rows` and `scales`."""
+"""The kernels that quantise rows: each goes through them group by group. A group's weights stay in the first cache."""
 
 from typing import Any, NamedTuple
 
@@ -6,62 +6,76 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kizami.quantize.kernels.jit import kernel
-from kizami.quantize.kernels.rows import (
-    CHUNK,
-    Array,
-    add_squares,
-    add_top,
-    bf16_bits,
-    chunk_scales,
-    count_clipped,
-    decode_row,
-    e4m3,
-    errors_row,
-    group_maxima,
-    largest_bits,
-    largest_magnitude,
-    minmax_codes,
-    nearest_codes,
-    pack_row,
-    spread,
-)
+from kizami.quantize.kernels.lanes import CHUNK
+from kizami.quantize.kernels.rows import Array, bf16_bits, chunk_scales, e4m3
 from kizami.quantize.kernels.scales import (
-    CODE_UNITS,
     VALUE_UNITS,
     choose,
-    code_units,
-    fit_sums,
     minmax_scale,
     refit,
     relative_values,
     signed_scale,
-    sum_codes,
     sum_values,
     value_units,
 )
-from kizami.quantize.kernels.vectors import COUNT
+from kizami.quantize.kernels.search_tables import COUNT
+from kizami.quantize.kernels.search_vectors import CODE_UNITS, add_table_rows, fit_codes
+from kizami.quantize.kernels.vectors import LARGEST, SUMS, decode, extremes, minmax_codes, nearest_codes
+
+LINE = 64
+SPAN = 1 << 16  # weights that a pass goes through, in whole rows: with all that is kept of them, the second cache
+BATCH = 16  # groups whose sums are kept at a time
 
 
 class Source(NamedTuple):
-    """Weights as e4m3 codes whose groups lie inside one block column, or as float32 values (the other is [0, 0])."""
+    """Rows, as e4m3 codes whose groups lie inside one block column, or as float32 values (the other is empty). Flat."""
 
-    codes: Array  # uint8 [N, K]
-    positive: Array  # int8 [N, K/32]: largest magnitude code of each sign in each chunk
+    codes: Array  # uint8 [n * K]
+    positive: Array  # int8 [n * K/32]: largest magnitude code of each sign in each chunk
     negative: Array
-    values: Array  # float32 [N, K]
-    grid: Array  # float32 [gr, gc] block scales of the codes
+    values: Array  # float32 [n * K]
+    bits: Array  # the same as int32
+    grid: Array  # float32 [gr, gc] block scales of the codes, the whole tensor's
     b0: int
     b1: int
+    first_row: int  # of the tensor
+    columns: int
 
 
-class Output(NamedTuple):
-    """Results for the rows of a Source, and accumulators that go on from one Source to the next."""
+class Span(NamedTuple):
+    """Memory for what is known of a few rows: chunks in the tensor's order, and groups. Each pass goes through them
+    all, so that the processor has many groups to work on at a time; weights are decoded again in each pass.
 
-    packed: NDArray[np.int32]  # [N, K/8]
-    scale: NDArray[np.uint16]  # [N, K/g]
-    sums: NDArray[np.float64]  # [3, K/4]: squares of W, of the error, of q*s
-    top: NDArray[np.float64]  # [3]: count, squares of W and of the error over |W| >= threshold
-    counts: NDArray[np.int64]  # [4]: zero groups, negative scales, clipped weights, bits of max |error|
+    Kernels take the arrays out of these tuples before their loops: numba counts a reference at each access.
+    """
+
+    block_scale: Array  # float32, by chunk
+    peak: Array  # float32, by chunk: max |W|
+    p_bits: Array  # int32, by chunk: the largest magnitude of each sign, as code or as float32 bits
+    n_bits: Array
+    p: Array  # float32, by group: the largest weight of each sign
+    n: Array
+    extreme: Array  # float32, by group: the weight of largest magnitude, the positive one of two; 1 where all are 0
+    p_code: Array  # int32, by group: the largest code of each sign
+    n_code: Array
+    step: Array  # float32, by group: the scale
+    fit: Array  # int64 [2], by group
+    sums: Array  # int32 [COUNT] of BATCH groups
+    w: Array  # float32 [CHUNK]
+    units: Array
+    relative: Array  # float32 [g]
+
+
+class Totals(NamedTuple):
+    """Accumulators that go on from one run of rows to the next."""
+
+    sums: NDArray[np.float64]  # [3 * SUMS]: lanes of the squares of W, of the error, of q*s
+    largest: NDArray[np.int32]  # [LARGEST]: lanes of the bits of max |error|
+    groups: NDArray[np.int64]  # [2]: zero groups, negative scales
+    clipped: NDArray[np.int64]  # [1]
+    found: NDArray[np.float32]  # [2, ...]: |W| and error where |W| > floor, in row order
+    found_count: NDArray[np.int64]  # [1]
+    at_floor: NDArray[np.float64]  # [2]: count and squares of the error where |W| = floor
 
 
 class Search(NamedTuple):
@@ -73,134 +87,238 @@ class Search(NamedTuple):
     positive_scale: bool
 
 
-def new_output(rows: int, columns: int, group_size: int, empty: Any = np.empty) -> Output:
-    return Output(
-        empty((rows, columns // 8), np.int32),
-        empty((rows, columns // group_size), np.uint16),
-        np.zeros((3, columns // 4)),
-        np.zeros(3),
-        np.zeros(4, np.int64),
+def aligned(kind: Any, *shape: int) -> Array:
+    """Zeros that begin with a cache line: a vector that lies across two is slow to read after it was written."""
+    nbytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+    memory = np.zeros(nbytes + LINE, np.uint8)
+    begin = -memory.ctypes.data % LINE
+    return memory[begin : begin + nbytes].view(kind).reshape(shape)
+
+
+def new_span(rows: int, columns: int, group_size: int) -> Span:
+    height = max(1, min(rows, SPAN // max(1, columns)))
+    chunks, groups = height * columns // CHUNK, height * columns // group_size
+    by_chunk, bits = aligned(np.float32, 2, chunks), aligned(np.int32, 2, chunks)
+    by_group, codes = aligned(np.float32, 4, groups), aligned(np.int32, 2, groups)
+    fit, sums = aligned(np.int64, 2 * groups), aligned(np.int32, BATCH * COUNT)
+    chunk, relative = aligned(np.float32, 2, CHUNK), aligned(np.float32, group_size)
+    arrays: tuple[Array, ...] = (*by_chunk, *bits, *by_group[:3], *codes, by_group[3], fit, sums, *chunk, relative)
+    return Span(*arrays)
+
+
+def new_totals(found: int) -> Totals:
+    return Totals(
+        aligned(np.float64, 3 * SUMS),
+        aligned(np.int32, LARGEST),
+        np.zeros(2, np.int64),
+        np.zeros(1, np.int64),
+        np.empty((2, found), np.float32),
+        np.zeros(1, np.int64),
+        np.zeros(2),
     )
 
 
 @kernel
-def finish_row(
-    w: Array, scale: Array, step: Array, codes: Array, restored: Array, error: Array, error_bits: Array,
-    positive: Array, negative: Array, threshold: Any, r: int, out: Any,
-) -> None:  # fmt: skip
-    """Pack the codes, store the scales, measure. positive, negative: largest magnitude per chunk."""
-    pack_row(codes, out.packed[r])
-    for k in range(scale.size):
-        out.scale[r, k] = bf16_bits(scale[k])
-        out.counts[1] += scale[k] < 0
-    errors_row(w, step, codes, restored, error)
-    add_squares(w, out.sums[0])
-    add_squares(error, out.sums[1])
-    add_squares(restored, out.sums[2])
-    out.counts[2] += count_clipped(w, step, positive, negative)
-    out.counts[3] = max(out.counts[3], np.int64(largest_magnitude(error_bits)))
-    add_top(w, error, positive, negative, threshold, out.top)
+def load_extremes(source: Any, row: int, rows: int, span: Any) -> None:
+    """Block scales and the largest of each chunk. `row`: the source's, first of the span."""
+    codes, positive, negative, bits = source.codes, source.positive, source.negative, source.bits
+    grid, b0, b1 = source.grid, source.b0, source.b1
+    block_scale, peak, p_bits, n_bits = span.block_scale, span.peak, span.p_bits, span.n_bits
+    width = source.columns // CHUNK
+    if codes.size:
+        for r in range(rows):
+            block_row = grid[(source.first_row + row + r) // b0]
+            chunk_scales(block_row, b1, block_scale[r * width : (r + 1) * width])
+        for c in range(rows * width):
+            p_bits[c] = positive[row * width + c]
+        for c in range(rows * width):
+            n_bits[c] = negative[row * width + c]
+        for c in range(rows * width):
+            peak[c] = e4m3(max(p_bits[c], n_bits[c])) * block_scale[c]
+    else:
+        for c in range(rows * width):
+            extremes(bits, (row * width + c) * CHUNK, p_bits, n_bits, c)
+            peak[c] = np.int32(max(p_bits[c], n_bits[c])).view(np.float32)
 
 
 @kernel
-def load_codes(
-    codes: Array, positive_code: Array, negative_code: Array, block_scale: Array, w: Array, positive: Array,
-    negative: Array,
-) -> None:  # fmt: skip
-    """A row of e4m3 codes to float32, and the largest weight of each sign per chunk."""
-    decode_row(codes, block_scale, w)
-    for c in range(positive.size):
-        positive[c] = e4m3(positive_code[c]) * block_scale[c]
-        negative[c] = e4m3(negative_code[c]) * block_scale[c]
-
-
-@kernel
-def rule_rows(source: Any, g: int, is_minmax: bool, threshold: Any, out: Any) -> None:
-    """`minmax` or `signed`."""
-    rows, groups = out.scale.shape
-    columns = out.packed.shape[1] * 8
-    row = np.empty((3, columns), np.float32)
-    w, restored, error = row[0], row[1], row[2]
-    row_bits, codes = row.view(np.int32), np.empty(columns, np.uint8)
-    bits, error_bits = row_bits[0], row_bits[2]
-    chunks = np.empty((4, columns // CHUNK), np.float32)
-    step, block_scale, positive, negative = chunks[0], chunks[1], chunks[2], chunks[3]
-    bit_maxima = chunks.view(np.int32)
-    group = np.empty((3, groups), np.float32)
-    group_positive, group_negative, scale = group[0], group[1], group[2]
-    for r in range(rows):
-        if source.codes.shape[0]:
-            if r % source.b0 == 0:
-                chunk_scales(source.grid[r // source.b0], source.b1, block_scale)
-            load_codes(source.codes[r], source.positive[r], source.negative[r], block_scale, w, positive, negative)
+def group_extremes(is_code: bool, groups: int, per_group: int, span: Any) -> None:
+    p_bits, n_bits, block_scale, p_code, n_code = span.p_bits, span.n_bits, span.block_scale, span.p_code, span.n_code
+    p, n, extreme = span.p, span.n, span.extreme
+    for k in range(groups):
+        begin = k * per_group
+        a, b = p_bits[begin], n_bits[begin]
+        for c in range(begin + 1, begin + per_group):
+            a, b = max(a, p_bits[c]), max(b, n_bits[c])
+        p_code[k], n_code[k] = a, b
+        if is_code:
+            s = block_scale[begin]
+            x, y = e4m3(a) * s, e4m3(b) * s
         else:
-            w[:] = source.values[r]
-            largest_bits(bits, bit_maxima[2], bit_maxima[3])
-        group_maxima(positive, group_positive)
-        group_maxima(negative, group_negative)
-        for k in range(groups):
-            p, n = group_positive[k], group_negative[k]
-            out.counts[0] += max(p, n) == 0
-            scale[k] = minmax_scale(p, n) if is_minmax else signed_scale(p, n)
-        spread(scale, step)
-        if is_minmax:
-            minmax_codes(w, step, codes)
-        else:
-            nearest_codes(w, step, codes)
-        finish_row(w, scale, step, codes, restored, error, error_bits, positive, negative, threshold, r, out)
+            x, y = np.int32(a).view(np.float32), np.int32(b).view(np.float32)
+        m = -y if y > x else x
+        p[k], n[k], extreme[k] = x, y, m if m != 0 else np.float32(1)
 
 
 @kernel
-def search_rows(source: Any, g: int, search: Any, threshold: Any, out: Any) -> None:
+def collect_top(
+    w: Array, words: Array, word: int, step: Any, floor: Any, found: Array, found_count: Array, at_floor: Array
+) -> None:
+    """|W| and the error of a chunk's weights above the floor; those at the floor are only added up. `found` has room
+    for all that the survey saw; a file that changes between the passes must not lead beyond it."""
+    n = found_count[0]
+    for i in range(CHUNK):
+        a = abs(w[i])
+        if a >= floor:
+            q = ((words[word + (i >> 3)] >> (4 * (i & 7))) & 15) - 8
+            e = w[i] - np.float32(q) * step
+            if a > floor:
+                if n < found.shape[1]:
+                    found[0, n], found[1, n] = a, e
+                    n += 1
+            else:
+                at_floor[0] += 1.0
+                at_floor[1] += np.float64(e) * np.float64(e)
+    found_count[0] = n
+
+
+@kernel
+def add_top(found: Array, threshold: Any, top: Array) -> None:
+    """Count, squares of W and of the error over |W| >= threshold, in the order given, to top [3]."""
+    for i in range(found.shape[1]):
+        if found[0, i] >= threshold:
+            top[0] += 1.0
+            top[1] += np.float64(found[0, i]) * np.float64(found[0, i])
+            top[2] += np.float64(found[1, i]) * np.float64(found[1, i])
+
+
+@kernel
+def store_scales(groups: int, span: Any, scale: Array, at: int, totals: Any) -> None:
+    """As BF16 bits, to scale[at:]."""
+    step, p, n = span.step, span.p, span.n
+    zero, negative = 0, 0
+    for k in range(groups):
+        scale[at + k] = bf16_bits(step[k])
+        zero += max(p[k], n[k]) == 0
+        negative += step[k] < 0
+    totals.groups[0] += zero
+    totals.groups[1] += negative
+
+
+@kernel
+def store_codes(
+    source: Any, is_minmax: bool, first: int, chunks: int, per_group: int, span: Any, floor: Any, packed: Array,
+    totals: Any,
+) -> None:  # fmt: skip
+    """Codes, packed, and what is reported of them. `first`: the source's chunk that is the span's first."""
+    codes, values, is_code = source.codes, source.values, source.codes.size > 0
+    block_scale, peak, step, w = span.block_scale, span.peak, span.step, span.w
+    sums, largest, clipped = totals.sums, totals.largest, totals.clipped
+    found, found_count, at_floor = totals.found, totals.found_count, totals.at_floor
+    shift = per_group >> 1  # 1, 2 or 4 chunks to a group
+    for c in range(chunks):
+        begin, word, s, b = (first + c) * CHUNK, (first + c) * (CHUNK // 8), step[c >> shift], block_scale[c]
+        if is_code and is_minmax:
+            minmax_codes(codes, begin, b, s, packed, word, sums, largest, clipped)
+        elif is_code:
+            nearest_codes(codes, begin, b, s, packed, word, sums, largest, clipped)
+        elif is_minmax:
+            minmax_codes(values, begin, b, s, packed, word, sums, largest, clipped)
+        else:
+            nearest_codes(values, begin, b, s, packed, word, sums, largest, clipped)
+        if peak[c] >= floor:
+            if is_code:
+                decode(codes, begin, b, w)
+            else:
+                for i in range(CHUNK):
+                    w[i] = values[begin + i]
+            collect_top(w, packed, word, s, floor, found, found_count, at_floor)
+
+
+@kernel
+def rule_scales(groups: int, is_minmax: bool, span: Any) -> None:
+    step, p, n = span.step, span.p, span.n
+    for k in range(groups):
+        step[k] = minmax_scale(p[k], n[k]) if is_minmax else signed_scale(p[k], n[k])
+
+
+@kernel
+def choose_scales(source: Any, first: int, groups: int, per_group: int, search: Any, span: Any) -> None:
+    """The best candidate of each group. BATCH groups at a time, so that one's sums need not wait for another's."""
+    codes, values, is_code = source.codes, source.values, source.codes.size > 0
+    step, p, n, p_code, n_code = span.step, span.p, span.n, span.p_code, span.n_code
+    sums, relative, extreme, table, divisors = span.sums, span.relative, span.extreme, search.table, search.divisors
+    for batch in range(0, groups, BATCH):
+        end = min(batch + BATCH, groups)
+        sums[:] = 0
+        for k in range(batch, end):
+            at, chunk = (k - batch) * COUNT, first + k * per_group
+            if is_code:
+                a, b = np.int64(p_code[k]), np.int64(n_code[k])
+                flip = np.int64(b > a) << 7  # codes relative to the sign of the extreme
+                for c in range(chunk, chunk + per_group):
+                    add_table_rows(table, max(a, b), flip, codes, c * CHUNK, sums, at)
+            else:
+                relative_values(values, chunk * CHUNK, extreme[k], relative)
+                sum_values(relative, divisors, sums, at)
+        for k in range(batch, end):
+            step[k] = choose(
+                sums, (k - batch) * COUNT, divisors, search.minus, p[k], n[k], extreme[k], search.reach_plus,
+                search.reach_minus, search.positive_scale,
+            )  # fmt: skip
+
+
+@kernel
+def refit_scales(source: Any, first: int, groups: int, per_group: int, search: Any, span: Any) -> None:
+    """Every scale becomes the least-squares one of its codes."""
+    codes, values, is_code = source.codes, source.values, source.codes.size > 0
+    step, p, n, extreme, block_scale = span.step, span.p, span.n, span.extreme, span.block_scale
+    fit, units = span.fit, span.units
+    shift = per_group >> 1  # 1, 2 or 4 chunks to a group
+    fit[:] = 0
+    for c in range(groups * per_group):
+        k, begin = c >> shift, (first + c) * CHUNK
+        if is_code:
+            fit_codes(codes, begin, block_scale[c], step[k], units, fit, k)
+        else:
+            value_units(values, begin, extreme[k], units)
+            fit_codes(values, begin, block_scale[c], step[k], units, fit, k)
+    for k in range(groups):
+        if is_code:
+            unit = np.float64(block_scale[k * per_group]) / np.float64(CODE_UNITS)
+        else:
+            unit = np.float64(extreme[k]) / np.float64(VALUE_UNITS)
+        step[k] = refit(fit[2 * k], fit[2 * k + 1], unit, step[k], p[k], n[k], search.reach_plus, search.reach_minus)
+
+
+@kernel
+def rule_rows(source: Any, is_minmax: bool, span: Any, floor: Any, packed: Array, scale: Array, totals: Any) -> None:
+    """`minmax` or `signed`. packed int32 [n * K/8], scale uint16 [n * K/g]."""
+    per_group = span.relative.size // CHUNK
+    width, is_code = source.columns // CHUNK, source.codes.size > 0
+    rows, height = packed.size * 8 // source.columns, span.peak.size // width
+    for row in range(0, rows, height):
+        count = min(height, rows - row)
+        first, chunks, groups = row * width, count * width, count * width // per_group
+        load_extremes(source, row, count, span)
+        group_extremes(is_code, groups, per_group, span)
+        rule_scales(groups, is_minmax, span)
+        store_scales(groups, span, scale, first // per_group, totals)
+        store_codes(source, is_minmax, first, chunks, per_group, span, floor, packed, totals)
+
+
+@kernel
+def search_rows(source: Any, search: Any, span: Any, floor: Any, packed: Array, scale: Array, totals: Any) -> None:
     """`search`: sums for all candidates, the best one, one refit."""
-    rows, groups = out.scale.shape
-    columns = out.packed.shape[1] * 8
-    per_group = g // CHUNK
-    row = np.empty((4, columns), np.float32)
-    w, restored, error, relative = row[0], row[1], row[2], row[3]
-    row_bits, codes = row.view(np.int32), np.empty(columns, np.uint8)
-    bits, error_bits = row_bits[0], row_bits[2]
-    chunks = np.empty((4, columns // CHUNK), np.float32)
-    step, block_scale, positive, negative = chunks[0], chunks[1], chunks[2], chunks[3]
-    bit_maxima = chunks.view(np.int32)
-    group = np.empty((3, groups), np.float32)
-    group_positive, group_negative, scale = group[0], group[1], group[2]
-    group_codes, fit = np.empty((2, groups), np.int32), np.empty((2, columns // CHUNK), np.int32)
-    unit, sums = np.empty(groups, np.float64), np.empty((groups, COUNT), np.int32)
-    units = np.empty(columns, np.int32)
-    for r in range(rows):
-        if source.codes.shape[0]:
-            if r % source.b0 == 0:
-                chunk_scales(source.grid[r // source.b0], source.b1, block_scale)
-            load_codes(source.codes[r], source.positive[r], source.negative[r], block_scale, w, positive, negative)
-        else:
-            w[:] = source.values[r]
-            largest_bits(bits, bit_maxima[2], bit_maxima[3])
-        group_maxima(positive, group_positive)
-        group_maxima(negative, group_negative)
-        if source.codes.shape[0]:
-            group_maxima(source.positive[r], group_codes[0])
-            group_maxima(source.negative[r], group_codes[1])
-            sum_codes(source.codes[r], group_codes[0], group_codes[1], search.table, sums)
-            code_units(source.codes[r], units)
-            for k in range(groups):
-                unit[k] = np.float64(block_scale[k * per_group]) / np.float64(CODE_UNITS)
-        else:
-            relative_values(w, group_positive, group_negative, relative)
-            sum_values(relative, search.divisors, sums)
-            value_units(relative, units)
-            for k in range(groups):
-                p, n = np.float64(group_positive[k]), np.float64(group_negative[k])
-                unit[k] = (-n if n > p else p) / np.float64(VALUE_UNITS)
-        for k in range(groups):
-            out.counts[0] += max(group_positive[k], group_negative[k]) == 0
-        choose(
-            sums, search.divisors, search.minus, group_positive, group_negative,
-            search.reach_plus, search.reach_minus, search.positive_scale, scale,
-        )  # fmt: skip
-        spread(scale, step)
-        fit_sums(w, units, step, fit[0], fit[1])
-        refit(fit[0], fit[1], unit, group_positive, group_negative, search.reach_plus, search.reach_minus, scale)
-        spread(scale, step)
-        nearest_codes(w, step, codes)
-        finish_row(w, scale, step, codes, restored, error, error_bits, positive, negative, threshold, r, out)
+    per_group = span.relative.size // CHUNK
+    width, is_code = source.columns // CHUNK, source.codes.size > 0
+    rows, height = packed.size * 8 // source.columns, span.peak.size // width
+    for row in range(0, rows, height):
+        count = min(height, rows - row)
+        first, chunks, groups = row * width, count * width, count * width // per_group
+        load_extremes(source, row, count, span)
+        group_extremes(is_code, groups, per_group, span)
+        choose_scales(source, first, groups, per_group, search, span)
+        refit_scales(source, first, groups, per_group, search, span)
+        store_scales(groups, span, scale, first // per_group, totals)
+        store_codes(source, False, first, chunks, per_group, span, floor, packed, totals)

@@ -56,7 +56,9 @@ def error_table(group_size: int, clip_allowance: float | None) -> NDArray[np.uin
     divisors = candidates(group_size, clip_allowance).divisors
     magnitude = e4m3_magnitudes()
     signed = np.concatenate([magnitude, [0.0], -magnitude, [0.0]])
-    table = np.zeros((CODES, 256, COUNT), np.uint16)
+    memory = np.zeros(CODES * 256 * COUNT + 32, np.uint16)
+    begin = -memory.ctypes.data // 2 % 32  # rows of 96 bytes from the beginning of a cache line on
+    table = memory[begin : begin + CODES * 256 * COUNT].reshape(CODES, 256, COUNT)
     for top in range(1, CODES):
         v = (signed / magnitude[top])[:, None]
         ratio = v * divisors

@@ -6,71 +6,84 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kizami.quantize.kernels.jit import kernel
-from kizami.quantize.kernels.rows import CHUNK, Array, e4m3, largest_bits, largest_codes, round_bf16
+from kizami.quantize.kernels.lanes import CHUNK
+from kizami.quantize.kernels.rows import Array, chunk_scales, e4m3, round_bf16
 from kizami.quantize.kernels.search_tables import e4m3_magnitudes
+from kizami.quantize.kernels.vectors import extremes
 
 MAGNITUDES = e4m3_magnitudes().astype(np.float32)
 SIGNED = np.concatenate([MAGNITUDES, [np.nan], -MAGNITUDES, [np.nan]]).astype(np.float32)  # by byte
 TOO_LARGE = 2.0**127  # below it q*s stays finite in BF16 and float32 for every method
+TOO_LARGE_BITS = 0x7F000000
 BF16_OVERFLOW = (2 - 2.0**-8) * 2.0**127  # the smallest magnitude that rounds to infinity
 NAN_CODE = 127
 EXPONENT = np.uint32(0x7F800000)
+HIGH_HALF = -1
 
 
 @kernel
-def code_maxima(signed: Array, positive: Array, negative: Array) -> None:
-    """int8 [N, K] to int8 [N, K/32]: largest magnitude code of each sign in each chunk; 127 where there is a NaN."""
-    for r in range(signed.shape[0]):
-        largest_codes(signed[r], positive[r], negative[r])
+def maxima(bits: Array, positive: Array, negative: Array) -> None:
+    """Of each chunk of int8 or int32 bits, all flat: the largest magnitude of each sign; NaN is the largest of all."""
+    for c in range(positive.size):
+        extremes(bits, c * CHUNK, positive, negative, c)
 
 
 @kernel
-def code_peaks(positive: Array, negative: Array, grid: Array, b0: int, b1: int, peaks: Array) -> None:
-    """max |W| of each chunk; rounding of the product is monotonic."""
-    for r in range(peaks.shape[0]):
-        scales = grid[r // b0]
-        for c in range(peaks.shape[1]):
-            peaks[r, c] = e4m3(max(positive[r, c], negative[r, c])) * scales[(c * CHUNK) // b1]
+def count(bits: Any, half: int, counts: Array) -> None:
+    """half: HIGH_HALF counts the upper 16 bits; otherwise the lower ones of those whose upper ones are `half`."""
+    if half < 0:
+        counts[bits >> 16] += 1
+    elif bits >> 16 == half:
+        counts[bits & 0xFFFF] += 1
 
 
 @kernel
-def value_peaks(values: Array, peaks: Array) -> None:
-    """The same for float32 rows; not a number where there is one."""
-    bits, peak_bits = values.view(np.int32), peaks.view(np.int32)
-    negative = np.empty(peaks.shape[1], np.int32)
-    for r in range(peaks.shape[0]):
-        largest_bits(bits[r], peak_bits[r], negative)
-        for c in range(negative.size):
-            peak_bits[r, c] = max(peak_bits[r, c], negative[c])
+def count_codes(
+    positive: Array, negative: Array, grid: Array, b0: int, b1: int, first_row: int, half: int, counts: Array
+) -> Any:
+    """Counts max |W| of each chunk of rows first_row.. (rounding of the product is monotonic). Returns the bits of the
+    largest, or TOO_LARGE_BITS where there is a NaN."""
+    scales = np.empty(positive.shape[1], np.float32)
+    peaks = np.empty(positive.shape[1], np.int32)
+    floats = peaks.view(np.float32)
+    largest: Any = np.int64(0)
+    for r in range(positive.shape[0]):
+        if r == 0 or (first_row + r) % b0 == 0:
+            chunk_scales(grid[(first_row + r) // b0], b1, scales)
+        top: Any = 0
+        for c in range(scales.size):
+            code = max(positive[r, c], negative[r, c])
+            top = max(top, np.int64(code))
+            floats[c] = e4m3(code) * scales[c]
+        for c in range(scales.size):
+            bits = np.int64(peaks[c])
+            largest = max(largest, bits)
+            count(bits, half, counts)
+        if top == NAN_CODE:
+            return TOO_LARGE_BITS
+    return largest
 
 
 @kernel
-def codes_above(codes: Array, grid: Array, b0: int, b1: int, peaks: Array, floor: Any, found: Array) -> int:
-    """|W| > floor of the chunks whose peak says that there are any, to `found`; how many."""
-    n = 0
-    for r in range(peaks.shape[0]):
-        for c in range(peaks.shape[1]):
-            if peaks[r, c] > floor:
-                s = grid[r // b0, (c * CHUNK) // b1]
-                for j in range(c * CHUNK, (c + 1) * CHUNK):
-                    x = abs(e4m3(codes[r, j]) * s)
-                    if x > floor:
-                        found[n] = x
-                        n += 1
-    return n
+def count_values(peaks: Array, half: int, counts: Array) -> Any:
+    """The same from the bits of max |W|, int32."""
+    largest: Any = np.int64(0)
+    for i in range(peaks.size):
+        bits = np.int64(peaks[i])
+        largest = max(largest, bits)
+        count(bits, half, counts)
+    return largest
 
 
 @kernel
-def values_above(values: Array, peaks: Array, floor: Any, found: Array) -> int:
-    n = 0
-    for r in range(peaks.shape[0]):
-        for c in range(peaks.shape[1]):
-            if peaks[r, c] > floor:
-                for j in range(c * CHUNK, (c + 1) * CHUNK):
-                    if abs(values[r, j]) > floor:
-                        found[n] = abs(values[r, j])
-                        n += 1
-    return n
+def bin_of(counts: Array, rank: int) -> Any:
+    """(the bin that holds the rank-th largest, counted from 1; how many lie in bins above it)."""
+    above = 0
+    i = counts.size - 1
+    while above + counts[i] < rank:
+        above += counts[i]
+        i -= 1
+    return i, above
 
 
 @kernel
@@ -116,13 +129,6 @@ def dequantize(weight: Array, grid: Array, b0: int, b1: int, first_row: int, out
 def top_count(n: int) -> int:
     """How many of n weights are not below the int(0.999 n)-th smallest (counted from 0), if none are equal."""
     return n - int(0.999 * n)
-
-
-def floor_of(peaks: NDArray[np.float32], n: int) -> np.float32:
-    """A bound below the top_count(n)-th largest |W|: as many chunks have their peak, hence a weight, not below it."""
-    flat = peaks.reshape(-1)
-    rank = flat.size - top_count(n)
-    return np.float32(np.partition(flat, rank)[rank])
 
 
 def threshold_of(above: NDArray[np.float32], floor: np.float32, n: int) -> np.float32:
