@@ -50,7 +50,6 @@ _FUSED = frozenset({
 })  # fmt: skip
 _NORM = re.compile(r"(?:.*_)?norm\d*|.*layernorm\d*|enorm|hnorm|ln(?:_\w+)?", re.ASCII)
 
-EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 FUSED_EXPERTS = "fused_experts"
 """`Place.part` of a tensor that holds all experts of a layer at once (3-D)."""
 

@@ -75,11 +75,6 @@ def load_index(path: Path) -> Index:
     return Index(weight_map, total if type(total) is int else None)
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """`load_index(path).weight_map`."""
-    return load_index(path).weight_map
-
-
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     """An index as transformers writes it: sorted by tensor name, `total_size` = bytes of all tensors."""
     return dump_json({"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))})

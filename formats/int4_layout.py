@@ -56,8 +56,3 @@ def packed_specs(module: str, rows: int, cols: int, group_size: int) -> tuple[Te
         TensorSpec(shape, "I32", (2,)),
         TensorSpec(scale, "BF16", (rows, cols // group_size)),
     )
-
-
-def weight_shape_bytes(rows: int, cols: int) -> bytes:
-    """Content of `weight_shape`: (rows, cols) as two little-endian I32."""
-    return rows.to_bytes(4, "little", signed=True) + cols.to_bytes(4, "little", signed=True)

@@ -6,7 +6,6 @@ escaped. The card holds no date and no machine data, so the same conversion give
 """
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kizami.formats.errors import printable
@@ -54,7 +53,7 @@ class CardFacts:
     """What the card says. Sizes in bytes; `base_model` a Hub id and `revision` its commit, None if the source was a
     folder.
 
-    tp_sizes: see `tensor_parallel_sizes`. source_hashes: (file, SHA-256 of its bytes or header, as `hashed` says).
+    tp_sizes: those of TP_SIZES that cut no group. source_hashes: (file, SHA-256 of what `hashed` says).
     """
 
     title: str
@@ -87,14 +86,6 @@ def tensor_parallel_fits(part: str, rows: int, cols: int, group_size: int, tp: i
     if part in ROW_PARALLEL:
         return cols % tp == 0 and cols // tp % group_size == 0 and cols // tp % 8 == 0
     return rows % tp == 0
-
-
-def tensor_parallel_sizes(shapes: Mapping[str, Iterable[tuple[int, int]]], group_size: int) -> tuple[int, ...]:
-    """Those of TP_SIZES that fit every packed linear; `shapes` maps a part (`down_proj`) to its [rows, cols]."""
-    distinct = {(part, shape) for part, given in shapes.items() for shape in given}
-    return tuple(
-        tp for tp in TP_SIZES if all(tensor_parallel_fits(part, *shape, group_size, tp) for part, shape in distinct)
-    )
 
 
 def render_card(source_readme: str | None, facts: CardFacts) -> str:

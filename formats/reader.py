@@ -89,12 +89,6 @@ class TensorReader:
                 done += got
         return result
 
-    def forget(self, info: TensorInfo) -> None:
-        """Tells the system that the tensor's pages need not stay in its cache: a run reads each byte once."""
-        if info.nbytes and hasattr(os, "posix_fadvise"):
-            with self._file(info.file) as fd:
-                os.posix_fadvise(fd, info.begin, info.nbytes, os.POSIX_FADV_DONTNEED)
-
     @contextmanager
     def _file(self, file: str) -> Iterator[int]:
         with self._lock:

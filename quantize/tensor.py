@@ -127,7 +127,7 @@ def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int,
     packed, shape, scales = step.outputs
     chunks = (
         (packed.name, linear.packed),
-        (shape.name, np.array(step.weight.shape, dtype=np.int32)),
+        (shape.name, np.array(step.weight.shape, dtype="<i4")),
         (scales.name, linear.scale),
     )
     return Produced(chunks, linear.sums)

@@ -7,7 +7,7 @@ import pytest
 
 from kizami.formats import index
 from kizami.formats.errors import KizamiError
-from kizami.formats.index import INDEX_NAME, encode_index, load_index, natural_key, read_index
+from kizami.formats.index import INDEX_NAME, encode_index, load_index, natural_key
 
 
 def save(folder: Path, content: Any) -> Path:
@@ -18,7 +18,7 @@ def save(folder: Path, content: Any) -> Path:
 
 def refusal(path: Path) -> KizamiError:
     with pytest.raises(KizamiError) as caught:
-        read_index(path)
+        load_index(path)
     assert caught.value.file == INDEX_NAME
     return caught.value
 
@@ -27,7 +27,7 @@ def test_an_index_maps_tensors_to_files(tmp_path: Path) -> None:
     path = save(
         tmp_path, {"metadata": {"total_size": 7, "x": 1}, "weight_map": {"b": "w-b.safetensors", "a": "w.safetensors"}}
     )
-    assert read_index(path) == {"b": "w-b.safetensors", "a": "w.safetensors"}
+    assert load_index(path).weight_map == {"b": "w-b.safetensors", "a": "w.safetensors"}
     assert load_index(path).total_size == 7
 
 
@@ -115,4 +115,4 @@ def test_an_encoded_index_is_sorted_and_read_back(tmp_path: Path) -> None:
         "metadata": {"total_size": 12},
         "weight_map": {"a": "1.safetensors", "b": "2.safetensors"},
     }
-    assert list(read_index(path)) == ["a", "b"]
+    assert list(load_index(path).weight_map) == ["a", "b"]

@@ -3,7 +3,7 @@
 import pytest
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.int4_layout import packed_names, packed_specs, weight_shape_bytes
+from kizami.formats.int4_layout import packed_names, packed_specs
 from kizami.formats.tensors import TensorSpec
 
 
@@ -36,10 +36,6 @@ def test_columns_that_do_not_fill_words_are_refused() -> None:
     with pytest.raises(KizamiError, match="8 values per I32 word") as error:
         packed_specs("m", 8, 12, 4)
     assert error.value.code == "group_does_not_divide"
-
-
-def test_weight_shape_is_two_little_endian_i32() -> None:
-    assert weight_shape_bytes(587, 320) == bytes([0x4B, 2, 0, 0, 0x40, 1, 0, 0])
 
 
 def test_names_are_in_the_order_of_the_specs() -> None:

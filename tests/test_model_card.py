@@ -10,15 +10,21 @@ from hypothesis import strategies as st
 
 from kizami.formats.model_card import (
     MAX_README_CHARS,
+    TP_SIZES,
     CardFacts,
     ErrorRow,
     escape_markdown,
     render_card,
     tensor_parallel_fits,
-    tensor_parallel_sizes,
 )
 from kizami.quantize.card import command_line, hub_origin, title
 from kizami.quantize.settings import Method, Policy
+
+
+def tensor_parallel_sizes(shapes: dict[str, list[tuple[int, int]]], group: int) -> tuple[int, ...]:
+    each = [(part, *shape) for part, given in shapes.items() for shape in given]
+    return tuple(tp for tp in TP_SIZES if all(tensor_parallel_fits(*one, group, tp) for one in each))
+
 
 FACTS = CardFacts(
     title="GLM-5.2-INT4",

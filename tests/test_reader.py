@@ -60,7 +60,6 @@ def test_a_part_of_a_tensor_is_read(ckpt: Checkpoint) -> None:
 def test_an_empty_tensor_is_an_empty_array(ckpt: Checkpoint) -> None:
     with TensorReader(ckpt) as source:
         assert source.read(ckpt.tensors["0.empty"]).shape == (0,)
-        source.forget(ckpt.tensors["0.empty"])
 
 
 def test_reads_that_come_back_short_are_continued(ckpt: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +87,6 @@ def test_each_file_is_opened_once_and_all_are_closed(ckpt: Checkpoint, monkeypat
         for _ in range(3):
             for info in ckpt.tensors.values():
                 source.read(info)
-                source.forget(info)
         assert len(opened) == 5
         assert open_files() == before + 5
     assert open_files() == before
