@@ -6,17 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: the same clean stop as Ctrl-C, another exit code."""
-
-
-class Interrupted(Exception):
-    """A stopped command with what it has to say. Typer would turn a KeyboardInterrupt into a silent exit."""
-
-    def __init__(self, stop: KeyboardInterrupt) -> None:
-        super().__init__(str(stop) or "interrupted")
-        self.terminated = isinstance(stop, Terminated)
+from kizami.cli.stop import Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +17,14 @@ class Command:
 
     @property
     def stoppable(self) -> Callable[..., None]:
-        """`run`, with a signal turned into Interrupted."""
+        """`run`, whose KeyboardInterrupt Typer would turn into a silent exit."""
 
         @functools.wraps(self.run)
         def run(*args: Any, **options: Any) -> None:
             try:
                 self.run(*args, **options)
-            except KeyboardInterrupt as stop:
-                raise Interrupted(stop) from None
+            except KeyboardInterrupt as e:  # of a library: our own signals raise Stopped
+                raise Stopped from e
 
         return run
 

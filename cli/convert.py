@@ -10,6 +10,7 @@ import typer
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
+from kizami.cli.stop import STOP, Stopped
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -89,20 +90,23 @@ def refuse_uneven_split(plan: "Plan", tp: int) -> None:
 
 def _show_dry_run(ui: Ui, plan: "Plan", out: Path, tp: int | None) -> None:
     from kizami.cli.plan import plan_body, show_plan, size_line
+    from kizami.formats.files import what_is_there
 
     body = plan_body(plan, tp)
     free = free_bytes(out)
-    taken = out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir())))
+    taken = what_is_there(out)
     fits = free >= plan.output.file_bytes
     if ui.json:
         ui.emit(
-            "convert", body | {"dry_run": True, "out": str(out), "out_exists": taken, "free_bytes": free, "fits": fits}
+            "convert",
+            body
+            | {"dry_run": True, "out": str(out), "out_exists": taken is not None, "free_bytes": free, "fits": fits},
         )
         return
     show_plan(ui, plan, tp, body, last=False)
     ui.say(f"free    {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
     ui.result(f"{size_line(plan)} (dry run: nothing was written)")
-    ui.warn([*plan.warnings, *([f"{out} exists and is not empty: convert will refuse it"] if taken else [])])
+    ui.warn([*plan.warnings, *([f"{out} {taken}: convert will refuse it"] if taken else [])])
 
 
 def free_bytes(out: Path) -> int:
@@ -128,17 +132,29 @@ def run_convert(
 
     from kizami.cli.watch import Watch
     from kizami.formats.side_files import find_side_files
+    from kizami.quantize.finish import complete_published
+    from kizami.quantize.manifest import MANIFEST
     from kizami.quantize.pipeline import run
 
     started = time.monotonic()
     side_files = find_side_files(checkpoint)
     watch = Watch(ui, plan)
+    before = (out / MANIFEST).exists()
+
+    def interrupted() -> str:
+        if not before and (out / MANIFEST).exists():  # OUT appears with one rename, and whole
+            return f"interrupted; {out} is complete"
+        return f"interrupted: {again}; {watch.done} of {watch.of} shards are done"
+
+    STOP.say = interrupted
     try:
         with watch:
             run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
-    except KeyboardInterrupt as stop:
-        state = f"{watch.done} of {watch.of} shards are done"
-        raise type(stop)(f"interrupted: {again}; {state}") from None
+    except Stopped:
+        if not before and (out / MANIFEST).exists():
+            complete_published(plan, out)  # removes what is left of the journal
+        raise
+    STOP.complete = str(out)
     return convert_body(plan, out, time.monotonic() - started) | {
         "side_files": {
             "copied": list(side_files.copied),

@@ -68,9 +68,11 @@ def demo(
 
 
 def refuse_used(folder: Path) -> None:
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+    from kizami.formats.files import what_is_there
+
+    if (there := what_is_there(folder)) is not None:
         raise KizamiError(
-            "exists and is not empty; the demo needs a new folder",
+            f"{there}; the demo needs a new folder",
             code="out_exists",
             file=str(folder),
             hint="name another one: kizami demo DIR",

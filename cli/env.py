@@ -63,7 +63,7 @@ def _kernel_cache() -> str:
     """Where compiled kernels are kept; a broken numba is what a bug report has to show, not a reason to fail."""
     try:
         from kizami.quantize.kernels.jit import cache_folder
-    except ImportError as e:
+    except (ImportError, ValueError, RuntimeError) as e:  # the last two: variables that numba refuses
         return f"numba cannot be imported: {e}"
     return str(cache_folder() or "no folder can be written: kernels are compiled in every run")
 

@@ -1,7 +1,7 @@
 """The options, each declared once: every command that has one spells it, documents it and reads KIZAMI_* alike."""
 
+import math
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -44,6 +44,13 @@ def from_environment(context: typer.Context, name: str) -> bool:
 def spelled(context: typer.Context, name: str) -> str:
     """What the user wrote: the option, or the variable."""
     return variable(name) if from_environment(context, name) else "--" + name.replace("_", "-")
+
+
+def _finite(value: float | None) -> float | None:
+    """A threshold of NaN is never exceeded, and JSON has neither NaN nor infinity."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 Source = Annotated[
@@ -129,6 +136,7 @@ MaxRelError = Annotated[
         panel=RUN,
         metavar="X",
         min=0.0,
+        callback=_finite,
         help="Exit 1 if a packed tensor's relative error is above X.",
     ),
 ]
@@ -137,7 +145,7 @@ Against = Annotated[
 ]
 Sample = Annotated[
     int | None,
-    option("--sample", panel=RUN, metavar="N", min=1, help="With --against: compare N tensors only, evenly spread."),
+    option("--sample", panel=RUN, metavar="N", min=1, help="Compare N tensors of --against only, evenly spread."),
 ]
 
 Tensors = Annotated[
@@ -146,7 +154,16 @@ Tensors = Annotated[
         "--tensors", panel=OUTPUT, metavar="GLOB", help="List only the tensors whose names match, e.g. '*.eh_proj.*'."
     ),
 ]
-ToFile = Annotated[Path | None, option("-o", "--output", panel=OUTPUT, metavar="FILE", help="Write to FILE.")]
+ToFile = Annotated[
+    str | None,
+    option(
+        "-o",
+        "--output",
+        panel=OUTPUT,
+        metavar="FILE",
+        help="Write to FILE, which may not lie in SRC or OUT. A link is followed; a pipe or a device is written to.",
+    ),
+]
 ReportFormat = Annotated[FormatName | None, option("--format", panel=OUTPUT, help="text (default), json or markdown.")]
 Top = Annotated[
     int, option("--top", panel=OUTPUT, metavar="N", min=0, help="How many of the worst tensors to list. Default 10.")
@@ -210,4 +227,7 @@ def parse_size(text: str, spelling: str = "--max-shard-size") -> int:
     unit = _UNITS.get(match[2] or "") if match else None
     if match is None or unit is None:
         raise KizamiError(f"{spelling} {text!r} is not a size", code="bad_option", hint="write 5GB, 2GiB or 500MB")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    nbytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if nbytes < 1:
+        raise KizamiError(f"{spelling} {text!r} is less than 1 byte", code="bad_option", hint="write 5GB or 500MB")
+    return nbytes

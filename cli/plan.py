@@ -1,7 +1,6 @@
 """`kizami plan`: what a conversion would do and write, to the byte, from headers alone."""
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -9,7 +8,7 @@ import typer
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
-from kizami.formats.errors import KizamiError
+from kizami.cli.target import Target
 
 if TYPE_CHECKING:
     from kizami.quantize.capacity import SplitGroup
@@ -51,10 +50,12 @@ def plan(
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     policy = o.policy_from(context, group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
-    made = build_plan(open_source(src), policy, o.method_from(method, scale_sign, clip_allowance))
+    checkpoint = open_source(src)
+    target = None if output is None else Target.checked(output, checkpoint.root)
+    made = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
     body = plan_body(made, tp)
-    if output is not None:
-        write_plan(output, made, body)
+    if target is not None:
+        target.write(plan_document(made, body))
         ui.note(f"written to {output}")
     if json:
         ui.emit("plan", body)
@@ -66,15 +67,14 @@ def plan(
         raise typer.Exit(1)
 
 
-def write_plan(path: Path, plan: "Plan", body: dict[str, Any]) -> None:
+def plan_document(plan: "Plan", body: dict[str, Any]) -> bytes:
+    """The file of -o: the summary and one entry per tensor."""
     from kizami.formats.strict_json import dump_json
-    from kizami.formats.writer import write_file_durably
 
     entries = [_entry(step) for step in plan.steps]
-    document = {"schema": "kizami.plan/1", **body, "quantization_config": plan.quantization_config, "tensors": entries}
-    if not path.parent.is_dir():
-        raise KizamiError("its folder does not exist", code="io_error", file=str(path))
-    write_file_durably(path, dump_json(document))
+    return dump_json(
+        {"schema": "kizami.plan/1", **body, "quantization_config": plan.quantization_config, "tensors": entries}
+    )
 
 
 def _entry(step: "Step") -> dict[str, Any]:

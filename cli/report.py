@@ -11,6 +11,7 @@ from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.convert import fail_over_threshold, show_roles
 from kizami.cli.output import Ui, counted, figure, gib, plain_table
+from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError, printable
 
 
@@ -39,9 +40,11 @@ def report(
         )
     as_json = json or format == "json"
     ui = Ui(quiet=quiet and format is None, verbose=verbose, json=as_json)  # who names a format wants the report
-    body = report_body(finished_output(out), top if not verbose else None, max_rel_error)
-    if output is not None:
-        _write(output, body, "json" if as_json else format or "text")
+    folder = finished_output(out)
+    target = None if output is None else Target.checked(output, folder)
+    body = report_body(folder, top if not verbose else None, max_rel_error)
+    if target is not None:
+        target.write(_document(body, "json" if as_json else format or "text"))
         if not quiet:
             ui.progress(f"written to {output}")
     elif as_json:
@@ -181,17 +184,13 @@ def _cell(text: str) -> str:
     return "".join("\\" + c if c in "\\`|<>[]*" else c for c in safe)
 
 
-def _write(path: Path, body: dict[str, Any], format: str) -> None:
+def _document(body: dict[str, Any], format: str) -> bytes:
     from kizami.formats.strict_json import dump_json
-    from kizami.formats.writer import write_file_durably
 
-    if not path.absolute().parent.is_dir():
-        raise KizamiError("its folder does not exist", code="io_error", file=str(path))
     if format == "json":
-        write_file_durably(path, dump_json({"schema": "kizami.report/1", **body}))
-        return
+        return dump_json({"schema": "kizami.report/1", **body})
     lines = markdown(body) if format == "markdown" else text(body)
-    write_file_durably(path, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
+    return ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace")
 
 
 def text(body: dict[str, Any]) -> list[str]:

@@ -19,9 +19,30 @@ def has_control(text: str) -> bool:
     return not text.isprintable() and any(c < " " or "\x7f" <= c <= "\x9f" or "\ud800" <= c <= "\udfff" for c in text)
 
 
-def _kind(mode: int) -> str:
-    words = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-    return words.get(stat.S_IFMT(mode), "a device")
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def kind_of(mode: int) -> str:
+    """`a folder`, `a link`, `a named pipe`...: what a mode of lstat or stat says."""
+    return _KINDS.get(stat.S_IFMT(mode), "a device")
+
+
+def what_is_there(path: Path) -> str | None:
+    """What stands where a new folder shall be made, as `is a link` or `exists and is not empty`; None for nothing and
+    for an empty folder. Links are not followed. OSError from the system."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISDIR(mode):
+        return f"is {kind_of(mode)}"
+    return "exists and is not empty" if any(path.iterdir()) else None
 
 
 def _inside(real: Path, real_root: Path) -> bool:
@@ -66,7 +87,7 @@ def resolve_inside(root: Path, name: str, missing_hint: str | None = None) -> Pa
             "copy the file in place of the link",
         )
     if not stat.S_ISREG(mode):
-        raise KizamiError(f"is {_kind(mode)}, expected a regular file", code="not_a_file", file=name)
+        raise KizamiError(f"is {kind_of(mode)}, expected a regular file", code="not_a_file", file=name)
     return real
 
 
@@ -88,7 +109,7 @@ def open_regular(path: Path, file: str) -> int:
         raise KizamiError(f"not found in {path.parent}", code="missing_file", file=file) from None
     except OSError as e:
         raise io_error("cannot open", e, file) from e
-    raise KizamiError(f"is {_kind(mode)}, expected a regular file", code="not_a_file", file=file)
+    raise KizamiError(f"is {kind_of(mode)}, expected a regular file", code="not_a_file", file=file)
 
 
 def read_exactly(fd: int, begin: int, nbytes: int, file: str) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
+from kizami.formats.files import what_is_there
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
 from kizami.formats.side_files import find_side_files
@@ -101,9 +102,9 @@ def prepare_folders(source: Path, out: Path) -> Path:
         raise KizamiError(
             "is a place, not the name of a new folder", code="bad_out", file=str(out), hint="give OUT a name"
         )
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+    if (there := what_is_there(out)) is not None:
         raise KizamiError(
-            "exists and is not empty; kizami writes complete new folders only",
+            f"{there}; kizami writes complete new folders only",
             code="out_exists",
             file=str(out),
             hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
@@ -112,8 +113,13 @@ def prepare_folders(source: Path, out: Path) -> Path:
     if inside.is_relative_to(root) or root.is_relative_to(inside):
         raise KizamiError("OUT and SRC are one folder or lie in each other", code="out_in_source", file=str(out))
     partial = out.with_name(out.name + ".partial")
-    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
-        raise KizamiError("exists and is not a folder", code="out_exists", file=str(partial))
+    if (there := what_is_there(partial)) is not None and not (partial.is_dir() and not partial.is_symlink()):
+        raise KizamiError(
+            f"{there}, and kizami keeps its unfinished work in a folder of this name",
+            code="out_exists",
+            file=str(partial),
+            hint="remove it, or choose another OUT",
+        )
     ours = (partial / FOLDER / JOURNAL).is_file()
     if partial.exists() and not ours and any(p.name != FOLDER for p in partial.iterdir()):
         raise KizamiError(
@@ -182,9 +188,8 @@ def _convert_all(
             finished = convert_shard(shop, shard)
             record.shard(shard, finished, time.monotonic() - started)
 
-        futures = [lead.submit(convert, shard) for shard in todo]
         try:
-            _wait_for_first_failure(futures)
+            _wait_for_first_failure([lead.submit(convert, shard) for shard in todo])
         finally:
             shop.stop.set()
             for executor in (lead, pool):

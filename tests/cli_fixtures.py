@@ -35,7 +35,7 @@ Run = Callable[..., Done]
 
 def in_this_process(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Runs a command line in this process."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*words: object) -> Done:
         capsys.readouterr()
@@ -46,7 +46,8 @@ def in_this_process(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
         return Done(stop.value.code, streams.out, streams.err)
 
     yield run
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def process(*words: object, env: dict[str, str] | None = None) -> Done:
