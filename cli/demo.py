@@ -45,7 +45,7 @@ def demo(
 ) -> None:
     """Write a tiny trained FP8 GLM, then plan, convert, verify and report on it.
 
-    Needs no network and about 30 MB of disk. The first run compiles the kernels (about 10 s) and keeps them.
+    Needs no network and about 30 MB of disk. The first run compiles the kernels (a few seconds) and keeps them.
     """
     from kizami.quantize.verify import SOURCE as COMPARED
 
