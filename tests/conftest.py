@@ -1,10 +1,18 @@
 """Checkpoints that several tests share. All are made here or shipped; nothing is downloaded."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import make_cases
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A job that a shell starts in the background ignores SIGINT, and so do its children: tests of Ctrl-C need it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
