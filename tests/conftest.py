@@ -8,11 +8,12 @@ import make_cases
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def interruptible() -> None:
-    """A job that a shell starts in the background ignores SIGINT, and so do its children: tests of Ctrl-C need it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Children inherit ignored signals: from a shell's background job, and from a test that ran `main` in this process
+    (which ignores them at its very end). Tests of Ctrl-C need them as they are in a terminal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
