@@ -134,7 +134,10 @@ def run_convert(
     from kizami.formats.side_files import find_side_files
     from kizami.quantize.finish import complete_published
     from kizami.quantize.manifest import MANIFEST
-    from kizami.quantize.pipeline import run
+
+    with STOP.held():
+        from kizami.quantize.linear import warm_up
+        from kizami.quantize.pipeline import run
 
     started = time.monotonic()
     side_files = find_side_files(checkpoint)
@@ -149,6 +152,8 @@ def run_convert(
     STOP.say = interrupted
     try:
         with watch:
+            with STOP.held():
+                warm_up(plan.method, plan.policy.group_size)
             run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
     except Stopped:
         if not before and (out / MANIFEST).exists():

@@ -66,6 +66,11 @@ class Stop:
         self._ignoring = True
         sys.unraisablehook = sys.__unraisablehook__
 
+    def held(self) -> "_Held":
+        """Inside, a signal is only noted; Stopped is raised at the end. For calls into native code that loads or
+        compiles more of itself, which must not be left in the middle."""
+        return _Held(self)
+
     def _receive(self, number: int, frame: "FrameType | None") -> None:
         self._count += 1
         if self.code is None:
@@ -97,6 +102,19 @@ class Stop:
         again = threading.Timer(AGAIN_AFTER, lambda: signal.pthread_kill(main, number) if self.armed else None)
         again.daemon = True
         again.start()
+
+
+class _Held:
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+
+    def __enter__(self) -> None:
+        self._armed, self._stop.armed = self._stop.armed, False
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._armed and self._stop.code is not None and kind is None:
+            raise Stopped
+        self._stop.armed = self._armed and self._stop.code is None
 
 
 STOP = Stop()

@@ -494,3 +494,30 @@ def test_what_stands_in_the_way_is_called_what_it_is(
     if name == "out":
         assert said in kizami("convert", tiny_checkpoint, tmp_path / "out", "--dry-run").err
         refused(kizami, said, "demo", tmp_path / "out")
+
+
+def test_a_signal_in_native_code_waits_for_its_end() -> None:
+    stop, reached = Stop(), []
+    stop.listen()
+
+    def native() -> None:
+        with stop.held():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("the end")
+
+    with pytest.raises(Stopped):
+        native()
+    assert reached == ["the end"]
+    assert stop.code == 130
+    os.kill(os.getpid(), signal.SIGTERM)  # later ones change nothing
+    assert stop.code == 130
+
+
+def test_without_a_signal_holding_changes_nothing() -> None:
+    stop = Stop()
+    stop.listen()
+    with stop.held():
+        pass
+    with pytest.raises(Stopped):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.code == 143
