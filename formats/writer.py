@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ PT_METADATA: Mapping[str, str] = {"format": "pt"}  # transformers refuses a file
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """`file` is the name in its folder, `nbytes` the file's size, `sha256` that of the whole file."""
+    """`file` is the name in its folder, `nbytes` the file's size, `sha256` that of the whole file; `crc32` has the
+    CRC-32 (zlib's) of each tensor's bytes, by name: enough to tell which tensor a damaged file damaged."""
 
     file: str
     nbytes: int
     sha256: str
+    crc32: dict[str, int]
 
 
 def aligned_order(units: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
@@ -176,6 +179,7 @@ class ShardWriter:
         header = encode_header(specs, metadata)
         self._specs = tuple(specs)
         self._left = {spec.name: spec.nbytes for spec in specs}  # bytes not yet appended
+        self._crc32 = {spec.name: 0 for spec in specs}
         self._held: dict[str, list[bytes]] = {}
         self._due = -1  # index of the tensor that goes to the disk now
         self._due_left = 0  # bytes of the due tensor not yet written
@@ -204,6 +208,7 @@ class ShardWriter:
         if not view.nbytes:
             return
         self._left[name] -= view.nbytes
+        self._crc32[name] = zlib.crc32(view, self._crc32[name])
         if self._specs[self._due].name != name:
             self._held.setdefault(name, []).append(bytes(view))
             return
@@ -215,7 +220,7 @@ class ShardWriter:
         missing = {name: left for name, left in self._left.items() if left}
         assert not missing, f"{self._file.path.name}: bytes never appended: {missing}"
         assert self._file.written == self._nbytes, (self._file.written, self._nbytes)
-        return WrittenShard(self._file.path.name, self._nbytes, self._file.commit())
+        return WrittenShard(self._file.path.name, self._nbytes, self._file.commit(), self._crc32)
 
     def abort(self) -> None:
         """Removes the temporary file. Does nothing after `finish`."""

@@ -18,6 +18,7 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.files import file_sha256
 from kizami.formats.writer import write_file_durably
 from kizami.quantize.plan import canonical
+from kizami.quantize.report import Row, encode_row
 
 FOLDER = ".kizami"
 JOURNAL = "journal.jsonl"
@@ -83,9 +84,9 @@ class Journal:
     def rows_path(self, number: int) -> Path:
         return self.partial / FOLDER / f"rows-{number:05d}.jsonl"
 
-    def write_rows(self, number: int, rows: Iterable[dict[str, Any]]) -> str:
+    def write_rows(self, number: int, rows: Iterable[Row]) -> str:
         """Returns their SHA-256."""
-        data = "".join(canonical(row) + "\n" for row in rows).encode()
+        data = b"".join(encode_row(row) for row in rows)
         write_file_durably(self.rows_path(number), data)
         return hashlib.sha256(data).hexdigest()
 

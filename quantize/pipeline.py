@@ -17,7 +17,7 @@ from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
 from kizami.formats.side_files import find_side_files
 from kizami.quantize.buffers import Buffers
-from kizami.quantize.executor import available_cores
+from kizami.quantize.executor import available_cores, in_thread
 from kizami.quantize.finish import complete_published, finish
 from kizami.quantize.journal import FOLDER, JOURNAL, Journal, ShardRecord
 from kizami.quantize.linear import warm_up
@@ -25,7 +25,7 @@ from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.tensor import Piece
 
-ROW_BYTES = 700  # a report line, generously; for the free-space check
+ROW_BYTES = 1000  # a report line, generously; for the free-space check
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,9 @@ def run(
         on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed))
         if any(step.action == "quantize" for shard in todo for step in shard.steps):
             warm_up(plan.method, plan.policy.group_size)
-        _convert_all(plan, checkpoint, todo, journal, workers or available_cores(), on_event)
+        in_thread(
+            lambda stop: _convert_all(plan, checkpoint, todo, journal, workers or available_cores(), on_event, stop)
+        )
         checkpoint.check_unchanged()
         return finish(plan, checkpoint, journal, out, side_files, contents)
     finally:
@@ -169,6 +171,7 @@ def _convert_all(
     journal: Journal,
     workers: int,
     on_event: Callable[[RunEvent], None],
+    stop: Event,
 ) -> None:
     """Shards are driven by a few threads (they write and hash); all of them share one pool that computes.
 
@@ -181,7 +184,7 @@ def _convert_all(
         lead = ThreadPoolExecutor(drivers, "kizami-shard")
         record = _Record(journal, len(plan.shards), on_event)
         slots = Semaphore(workers + max(1, drivers // 2))  # the pool has work while every second driver writes
-        shop = Shop(plan, reader, Buffers(2 * workers), journal.partial, pool, slots, Event(), record.piece)
+        shop = Shop(plan, reader, Buffers(2 * workers), journal.partial, pool, slots, stop, record.piece)
 
         def convert(shard: Shard) -> None:
             started = time.monotonic()
@@ -191,7 +194,7 @@ def _convert_all(
         try:
             _wait_for_first_failure([lead.submit(convert, shard) for shard in todo])
         finally:
-            shop.stop.set()
+            stop.set()
             for executor in (lead, pool):
                 if executor is not None:
                     executor.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,9 @@
-"""Views on kizami-report.jsonl: what each role and each tensor cost in accuracy."""
+"""kizami-report.jsonl: one row per step of the plan; and views on it, what each role and tensor cost in accuracy."""
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log10, prod, sqrt
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 
 from kizami.formats.errors import KizamiError
 from kizami.quantize.manifest import REPORT
+from kizami.quantize.plan import canonical
 
 Row = dict[str, Any]
+MAX_REPORT_BYTES = 256 << 20  # Kimi-K2's has 70 MB; it is held in memory
+MAX_LINE_BYTES = 1 << 16  # a row takes 1 kB, with the longest names that a header may have 6 kB; longer lines are cut
+ROW_CRC32 = "row_crc32"  # of the row's own line, without this key: tells which row is damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +49,59 @@ class LayerSummary:
     worst: str
 
 
+def encode_row(row: Row) -> bytes:
+    """A line of the report."""
+    return (canonical(row | {ROW_CRC32: _row_crc32(row)}) + "\n").encode()
+
+
+def _row_crc32(row: Row) -> str:
+    return f"{zlib.crc32(canonical(row).encode()):08x}"
+
+
 def read_report(out: Path) -> list[Row]:
     """The rows of a finished output, in file order. Raises KizamiError naming the line that is not a row."""
+    rows: list[Row] = []
+    for number, _, row in _lines(out):
+        if row is None or not _is_row(row):
+            raise KizamiError(f"line {number} is not a report row", code="bad_report", file=REPORT)
+        rows.append(row)
+    return rows
+
+
+def whole_rows(out: Path) -> Iterator[Row]:
+    """The rows that are as they were written, of a report that may be damaged; none if there is no report."""
+    if (out / REPORT).is_file():
+        yield from (row for _, line, row in _lines(out) if row is not None and _is_whole(line, row))
+
+
+def damaged_lines(out: Path) -> Iterator[tuple[int, str | None]]:
+    """The numbers, from 1, of lines that are not as they were written, with the name that they now give."""
+    for number, line, row in _lines(out):
+        if row is None or not _is_whole(line, row):
+            name = None if row is None else row.get("name")
+            yield number, name if isinstance(name, str) else None
+
+
+def _lines(out: Path) -> Iterator[tuple[int, bytes, Row | None]]:
+    """Number, bytes and object of each line; None where it is none."""
     path = out / REPORT
     if not path.is_file():
         raise KizamiError(
             "not found", code="no_report", file=REPORT, hint=f"is {out.name} an output of kizami convert?"
         )
-    rows: list[Row] = []
-    with open(path, encoding="utf-8", errors="replace") as f:
-        for number, line in enumerate(f, 1):
+    if (size := path.stat().st_size) > MAX_REPORT_BYTES:
+        raise KizamiError(f"{size} bytes, expected at most {MAX_REPORT_BYTES}", code="bad_report", file=REPORT)
+    with open(path, "rb") as f:
+        for number, line in enumerate(iter(lambda: f.readline(MAX_LINE_BYTES), b""), 1):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
-            if not isinstance(row, dict) or not _is_row(row):
-                raise KizamiError(f"line {number} is not a report row", code="bad_report", file=REPORT)
-            rows.append(row)
-    return rows
+            yield number, line, row if isinstance(row, dict) else None
+
+
+def _is_whole(line: bytes, row: Row) -> bool:
+    return _is_row(row) and line == encode_row({key: value for key, value in row.items() if key != ROW_CRC32})
 
 
 _COUNTS, _FIGURES = ("bytes", "source_bytes"), ("rel_error", "error_energy", "weight_energy")
@@ -69,7 +109,9 @@ _COUNTS, _FIGURES = ("bytes", "source_bytes"), ("rel_error", "error_energy", "we
 
 def _is_row(row: Row) -> bool:
     """What the views below read has the types that kizami writes; the file may come from anyone."""
-    words = all(isinstance(row.get(key), str) for key in ("name", "role", "action"))
+    words = all(isinstance(row.get(key), str) for key in ("name", "role", "action", "shard"))
+    digests = row.get("crc32")
+    words = words and isinstance(digests, dict) and all(isinstance(digest, str) for digest in digests.values())
     counts = all(type(row.get(key)) is int for key in _COUNTS) and isinstance(row.get("layer", 0), int | None)
     shape = isinstance(row.get("shape"), list) and all(type(size) is int for size in row["shape"])
     figures = [row.get(key) for key in _FIGURES]

@@ -1,7 +1,7 @@
 """One output shard, start to end: read, decode, search, pack, measure, write. What an executor runs."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import chain
@@ -12,16 +12,13 @@ from typing import Any, TypeVar
 from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
 from kizami.quantize.buffers import Buffers
+from kizami.quantize.executor import Stopped
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Plan, Shard, Step
 from kizami.quantize.tensor import Piece, Produced, pieces, produce
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Stopped(Exception):
-    """The run is being interrupted; the unfinished shard has been removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Shop:
 def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
     """Writes `shop.folder/shard.file` durably. Pieces are written in order, so the bytes do not depend on who was
     faster. Raises KizamiError, or Stopped."""
-    rows: dict[str, dict[str, Any]] = {}
+    steps: list[tuple[Step, ErrorSums | None]] = []
 
     def compute(piece: Piece) -> Produced:
         if shop.stop.is_set():
@@ -65,35 +62,41 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
                 shop.buffers.give(data)
             shop.on_piece(piece)
             if piece.last:
-                rows[piece.step.module] = report_row(shop.plan, shard, piece.step, produced.sums)
+                steps.append((piece.step, produced.sums))
             del produced, data  # they would stay in memory while the next piece is awaited
         written = writer.finish()
-    return FinishedShard(written.file, written.nbytes, written.sha256, list(rows.values()))
+    rows = [report_row(shop.plan, shard, step, sums, written.crc32) for step, sums in steps]
+    return FinishedShard(written.file, written.nbytes, written.sha256, rows)
 
 
 def in_order(
     pool: Executor | None, compute: Callable[[T], R], items: Iterable[T], slots: Semaphore
 ) -> Iterator[tuple[T, R]]:
     """(item, compute(item)) in the order of `items`. An item holds one of the `slots` from its start until the next one
-    is asked for; whoever has something to hand out does that rather than wait for a slot."""
+    is asked for; whoever has something to hand out does that rather than wait for a slot. At any end all are free."""
     if pool is None:
         for item in items:
             yield item, compute(item)
         return
     waiting: deque[tuple[T, Future[R]]] = deque()
+    held = 0
     try:
         for item in items:
-            while not slots.acquire(blocking=not waiting):
+            while not slots.acquire(blocking=held == 0):
                 yield _first(waiting)
                 slots.release()
+                held -= 1
+            held += 1
             waiting.append((item, pool.submit(compute, item)))
         while waiting:
             yield _first(waiting)
             slots.release()
+            held -= 1
     finally:
         for _, future in waiting:
             future.cancel()
-            slots.release()
+        if held:
+            slots.release(held)
 
 
 def _first(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
@@ -102,8 +105,11 @@ def _first(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
     return item, future.result()
 
 
-def report_row(plan: Plan, shard: Shard, step: Step, sums: ErrorSums | None) -> dict[str, Any]:
-    """A line of kizami-report.jsonl. No times in it: the file is the same for every run."""
+def report_row(
+    plan: Plan, shard: Shard, step: Step, sums: ErrorSums | None, crc32: Mapping[str, int]
+) -> dict[str, Any]:
+    """A line of kizami-report.jsonl. No times in it: the file is the same for every run. crc32: of the shard's tensors,
+    by name."""
     row: dict[str, Any] = {
         "name": step.module,
         "action": step.action,
@@ -119,6 +125,7 @@ def report_row(plan: Plan, shard: Shard, step: Step, sums: ErrorSums | None) -> 
         "bytes": step.nbytes,
         "source_bytes": step.source_nbytes,
         "shard": shard.file,
+        "crc32": {spec.name: f"{crc32[spec.name]:08x}" for spec in step.outputs},
     }
     if sums is not None:
         row |= {"scheme": plan.policy.scheme, "method": plan.method.name, **sums.figures()}

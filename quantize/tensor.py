@@ -16,9 +16,8 @@ from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
 from kizami.quantize.settings import Method
 
-PIECE_BYTES = (
-    8 << 20
-)  # source bytes per piece of a tensor that needs no look at the whole: 8 MiB keeps a core busy for 5 ms
+# Source bytes per piece of a tensor that needs no look at the whole: a core is busy with it for 5 ms.
+PIECE_BYTES = 8 << 20
 SOURCE_VIEWS = {"F8_E4M3": np.uint8, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 

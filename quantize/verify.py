@@ -20,6 +20,7 @@ from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, method_of, policy
 from kizami.quantize.plan import Step
 from kizami.quantize.planner import build_plan
 from kizami.quantize.report import Row, over_threshold, read_report, worst_tensors
+from kizami.quantize.verify_damage import locate_damage
 from kizami.quantize.verify_files import Problem, check_files
 from kizami.quantize.verify_structure import check_scales, check_structure, packed_modules
 from kizami.quantize.verify_tensors import check_step
@@ -74,6 +75,8 @@ def verify(
             raise
         return Verification((_problem(e),), skipped=(STRUCTURE, SCALES, *([SOURCE] if against else [])))
     problems, notes = check_files(out, manifest, workers)
+    changed = [problem.file for problem in problems if problem.code == "changed_file" and problem.file]
+    problems += locate_damage(out, changed, [shard["file"] for shard in manifest["shards"]])
     try:
         contents = _check_contents(out, manifest, problems, against, sample, workers, on_progress)
     except KizamiError as e:  # a file that differs need not be readable
@@ -117,7 +120,7 @@ def _check_contents(
     problems += check_scales(checkpoint, manifest, packed, workers)
     checked[SCALES] = len(packed)
     if against is not None:
-        source = _Source(checkpoint, against, manifest, {row["name"]: row for row in rows})
+        source = _Source(checkpoint, against, manifest, {name: row for row in rows for name in row["crc32"]})
         problems += source.check(sample, workers, on_progress)
         checked[SOURCE] = source.seen
     return Verification(tuple(problems), checked, tensors=len(checkpoint.tensors))
@@ -143,7 +146,8 @@ class _Source:
     """The finished output held against the checkpoint it was made from."""
 
     def __init__(self, out: Checkpoint, source: Checkpoint, manifest: dict[str, Any], rows: dict[str, Row]) -> None:
-        self.out, self.source, self.manifest, self.rows = out, source, manifest, rows
+        self.out, self.source, self.manifest = out, source, manifest
+        self.rows = rows  # by the name of each tensor that a row is about
         self.seen = 0
 
     def check(self, sample: int | None, workers: int, on_progress: Callable[[int, int], None]) -> list[Problem]:
@@ -173,7 +177,8 @@ class _Source:
         with TensorReader(self.out) as out, TensorReader(self.source) as source:
 
             def check(step: Step) -> list[tuple[str, str]]:
-                return check_step(step, source, out, self.out.tensors, plan.policy, plan.method, self.rows[step.module])
+                row = self.rows[step.outputs[0].name]
+                return check_step(step, source, out, self.out.tensors, plan.policy, plan.method, row)
 
             for step, faults in zip(chosen, thread_map(workers, check, chosen), strict=True):
                 self.seen += 1
@@ -192,7 +197,7 @@ class _Source:
                     "not_as_planned", f"found {info and info.spec}, planned {expected.get(name)}", tensor=name
                 )
         for step in steps:
-            if step.module not in self.rows:
+            if step.outputs[0].name not in self.rows:
                 yield Problem("report_row", "has no row in the report", tensor=step.module)
 
     def _difference(self, found: dict[str, Any]) -> str:

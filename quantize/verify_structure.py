@@ -1,5 +1,6 @@
 """What an output's files hold, held against each other: no source is needed, and no arithmetic on weights."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from kizami.formats.int4_layout import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE
 from kizami.formats.quant_config import resolver
 from kizami.formats.reader import TensorReader
 from kizami.quantize.executor import thread_map
-from kizami.quantize.manifest import MANIFEST
+from kizami.quantize.manifest import MANIFEST, REPORT
 from kizami.quantize.report import Row
 from kizami.quantize.verify_files import Problem
 from kizami.quantize.verify_tensors import scale_faults
@@ -21,7 +22,7 @@ def packed_modules(checkpoint: Checkpoint) -> list[str]:
 def check_structure(
     checkpoint: Checkpoint, manifest: dict[str, Any], rows: Sequence[Row], packed: Sequence[str]
 ) -> Iterator[Problem]:
-    """Config rules = tensors, every module in exactly one form, one report row per module, exact totals."""
+    """Config rules = tensors, every module in exactly one form, every tensor in one report row, exact totals."""
     tensors = checkpoint.tensors
     group_size = manifest["policy"]["group_size"]
     quantization_config = checkpoint.config.get("quantization_config") or checkpoint.config.get("text_config", {}).get(
@@ -41,10 +42,12 @@ def check_structure(
                 yield Problem(
                     "config_rules", f"is {info.dtype}, but the config's rules say {said}", "config.json", module
                 )
-    written = {row["name"] for row in rows}
-    for module in packed:
-        if module not in written:
-            yield Problem("report_row", "is packed, but has no row in the report", tensor=module)
+    written = Counter(name for row in rows for name in row["crc32"])
+    for name in sorted(tensors.keys() | written.keys()):
+        if name not in tensors:
+            yield Problem("report_row", "has a row in the report, but is not there", REPORT, name)
+        elif written[name] != 1:
+            yield Problem("report_row", f"is in {written[name]} rows of the report, expected 1", REPORT, name)
     total = sum(info.nbytes for info in tensors.values())
     if total != manifest["output"]["bytes"] or len(tensors) != manifest["output"]["tensors"]:
         yield Problem("totals", f"{len(tensors)} tensors, {total} bytes; the manifest says {manifest['output']}")

@@ -163,7 +163,7 @@ def test_a_threshold_that_is_met_exits_0(
     assert kizami(name, *words, "--max-rel-error", "0.5", "-q").code == 0
 
 
-def test_verify_exits_1_for_a_changed_byte_and_names_the_file(
+def test_verify_exits_1_for_a_changed_byte_and_names_file_and_tensor(
     kizami: Run, tiny_checkpoint: Path, converted: Path, tmp_path: Path
 ) -> None:
     damaged = shutil.copytree(converted, tmp_path / "damaged")
@@ -174,8 +174,12 @@ def test_verify_exits_1_for_a_changed_byte_and_names_the_file(
     done = kizami("verify", damaged)
     assert done.code == 1
     assert f"kizami: failed: {shard.name}: " in done.err
-    assert done.out.splitlines()[-1] == "NOT verified: 1 problem"
-    assert kizami("verify", damaged, "--json").json["problems"][0]["file"] == shard.name
+    assert done.out.splitlines()[-1] == "NOT verified: 2 problems"
+    problems = kizami("verify", damaged, "--json").json["problems"]
+    assert [(problem["code"], problem["file"]) for problem in problems] == [
+        ("changed_file", shard.name), ("changed_tensor", shard.name),
+    ]  # fmt: skip
+    assert f"{shard.name}: {problems[1]['tensor']}: its bytes have CRC-32 " in done.err
 
 
 def test_plan_tp_exits_1_with_the_module_and_the_numbers(kizami: Run, tiny_checkpoint: Path) -> None:

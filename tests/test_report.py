@@ -7,6 +7,7 @@ import pytest
 
 from kizami.formats.errors import KizamiError
 from kizami.quantize.report import (
+    MAX_LINE_BYTES,
     layer_summaries,
     over_threshold,
     pooled_error,
@@ -19,7 +20,7 @@ from kizami.quantize.report import (
 def row(name: str, error: float | None, weight: float = 1.0, **more) -> dict:
     """A report row; error is the energy of the error, None for a tensor that was not packed."""
     base = {"name": name, "role": "routed_expert", "action": "quantize", "layer": 1, "shape": [2, 4]}
-    base |= {"bytes": 10, "source_bytes": 20}
+    base |= {"bytes": 10, "source_bytes": 20, "shard": "x.safetensors", "crc32": {name: "00000000"}}
     if error is not None:
         base |= {"error_energy": error, "weight_energy": weight}
         base |= {"rel_error": sqrt(error / weight) if weight else 0.0}
@@ -71,7 +72,9 @@ def test_a_threshold_is_exceeded_only_above_it():
     [
         *("{", "[]", '{"name": 3}', "\udcff"),
         *(json.dumps(ROWS[0] | {key: value}) for key, value in (("rel_error", "x"), ("shape", 3), ("bytes", True))),
+        *(json.dumps(ROWS[0] | {key: value}) for key, value in (("crc32", {"a": 1}), ("crc32", []), ("shard", None))),
         json.dumps(ROWS[0] | {"error_energy": float("nan")}),
+        json.dumps(ROWS[0] | {"name": "n" * MAX_LINE_BYTES}),
     ],
 )
 def test_a_damaged_report_names_the_line(tmp_path, line):

@@ -107,6 +107,96 @@ def test_every_flipped_bit_is_found_and_its_file_named(out):
     assert verify(out).ok
 
 
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_of_a_tensor_names_the_tensor(out):
+    checkpoint = Checkpoint.open(out)
+    random = np.random.default_rng(1)
+    for info in checkpoint.tensors.values():
+        for bit in {8 * info.begin, 8 * info.end - 1, int(random.integers(8 * info.begin, 8 * info.end))}:
+            flip(out / info.file, bit)
+            whole, tensor = verify(out).problems
+            assert (whole.code, whole.file) == ("changed_file", info.file)
+            assert (tensor.code, tensor.file, tensor.tensor) == ("changed_tensor", info.file, info.name), bit
+            flip(out / info.file, bit)
+
+
+@pytest.mark.parametrize("place", ["length", "dtype", "shape", "offset", "name", "metadata", "padding"])
+def test_a_flipped_bit_of_a_header_is_told_from_one_of_a_tensor(out, place):
+    path = min(out.glob("*.safetensors"))
+    data = path.read_bytes()
+    word = {"length": b"", "dtype": b'"BF1', "shape": b'"shape":[', "offset": b'"data_offsets":[', "name": b".weight"}
+    word |= {"metadata": b'"format":"p', "padding": b"}}"}
+    flip(path, 8 * (data.index(word[place]) + len(word[place]) - (place == "name")))
+    whole, *rest = verify(out).problems
+    assert (whole.code, whole.file) == ("changed_file", path.name)
+    assert rest
+    assert {p.file for p in rest} == {path.name}
+    if place in ("metadata", "padding"):
+        assert [p.code for p in rest] in (["changed_header"], ["bad_json"])
+    if place == "name":
+        assert {p.code for p in rest} == {"changed_tensor"}
+        assert {p.tensor.endswith(".weight") for p in rest} == {True, False}  # the old name is missed, the new unknown
+
+
+def test_a_flipped_bit_of_the_index_names_the_tensor_of_its_entry(out):
+    path = out / "model.safetensors.index.json"
+    data = path.read_bytes()
+    name = f"{EXPERT}.weight_scale"
+    for at in (data.index(name.encode()) + 9, data.index(b".safetensors", data.index(name.encode()))):
+        flip(path, 8 * at)
+        whole, entry, *_ = verify(out).problems
+        assert (whole.code, whole.file, whole.tensor) == ("changed_file", path.name, None)
+        assert (entry.code, entry.file, entry.tensor) == ("changed_entry", path.name, name)
+        assert "line " in entry.message
+        flip(path, 8 * at)
+    flip(path, 8 * (data.index(b'"total_size": ') + 15))
+    assert [(p.code, p.tensor) for p in verify(out).problems][1] == ("changed_entry", None)
+
+
+def test_a_flipped_bit_of_the_report_names_line_and_tensor(out):
+    path = out / "kizami-report.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    number = next(i for i, line in enumerate(lines) if f'"name":"{EXPERT}"'.encode() in line)
+    figure = lines[number].index(b'"rel_error":0.') + 14
+    flip(path, 8 * (sum(map(len, lines[:number])) + figure))
+    whole, row, *_ = verify(out).problems
+    assert (whole.code, whole.file) == ("changed_file", path.name)
+    assert (row.code, row.tensor) == ("changed_row", EXPERT)
+    assert f"line {number + 1} " in row.message
+
+
+def test_a_tensor_and_one_called_weight_inside_it_are_two_rows(tmp_path):
+    source = make_cases.tiny()
+    shard = source.shards[make_cases.shard_name(2, 3)]
+    shard |= make_cases.normal("model.layers.1.thing", 8) | make_cases.normal("model.layers.1.thing.weight", 16)
+    folder = source.save(tmp_path / "src")
+    out = convert(folder, tmp_path / "out")
+    rows = [json.loads(line) for line in (out / "kizami-report.jsonl").read_text().splitlines()]
+    assert [[*row["crc32"]] for row in rows if row["name"] == "model.layers.1.thing"] == [
+        ["model.layers.1.thing"], ["model.layers.1.thing.weight"],
+    ]  # fmt: skip
+    assert verify(out, against=Checkpoint.open(folder)).ok
+
+
+def test_a_report_row_that_is_missing_or_double_is_found(out):
+    original = (out / "kizami-report.jsonl").read_bytes()
+    lines = original.splitlines(keepends=True)
+    for wrong in (lines[1:], [*lines, lines[3]]):
+
+        def replace(data: bytearray, wrong: list[bytes] = wrong) -> None:
+            data[:] = b"".join(wrong)
+
+        forge(out, "kizami-report.jsonl", replace)
+        problems = verify(out).problems
+        assert {p.code for p in problems} == {"report_row"}
+        assert all(p.tensor for p in problems)
+
+
 def test_a_publisher_may_edit_the_card_and_keep_what_git_and_the_hub_leave(out):
     (out / "README.md").write_text("# A better card\n")
     (out / ".gitattributes").write_text("*.safetensors filter=lfs\n")
@@ -125,9 +215,9 @@ def test_what_could_not_be_checked_is_said(out, tiny_checkpoint):
     found = verify(out)
     assert found.skipped == ("structure", "scales")
     assert not found.checked
-    (_, tensor) = verify(out, against=Checkpoint.open(tiny_checkpoint)).problems  # the source tells which tensor it is
-    assert tensor.tensor is not None
-    assert tensor.file == shard.name
+    *_, named, compared = verify(out, against=Checkpoint.open(tiny_checkpoint)).problems  # the source tells, too
+    assert named.code == "changed_tensor"
+    assert (compared.file, compared.tensor) == (shard.name, named.tensor.removesuffix(".weight"))
 
 
 def test_a_changed_side_file_leaves_the_weights_checked(out):

@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def test_a_shard_is_header_and_data_and_nothing_else(path: Path) -> None:
     shard = write(path, SPECS, ("a", A), ("b", B))
     data = path.read_bytes()
     assert data == encode_header(SPECS, {"format": "pt"}) + A.tobytes() + B.tobytes()
-    assert shard == WrittenShard("x.safetensors", len(data), hashlib.sha256(data).hexdigest())
+    crc32 = {"a": zlib.crc32(A.tobytes()), "z": 0, "b": zlib.crc32(B.tobytes())}
+    assert shard == WrittenShard("x.safetensors", len(data), hashlib.sha256(data).hexdigest(), crc32)
     assert os.listdir(path.parent) == ["x.safetensors"]
     assert read_header(path, path.name).metadata == {"format": "pt"}
 

@@ -1,0 +1,102 @@
+"""A file whose SHA-256 is not the recorded one: which of its tensors, entries or rows have changed.
+
+The SHA-256 of the whole file finds damage; what is here only says where it is. Nothing that it reads can be trusted.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from kizami.formats.errors import KizamiError
+from kizami.formats.files import open_regular, read_exactly
+from kizami.formats.header import read_header
+from kizami.formats.index import INDEX_NAME, encode_index
+from kizami.formats.tensors import TensorInfo
+from kizami.quantize.manifest import REPORT
+from kizami.quantize.report import damaged_lines, whole_rows
+from kizami.quantize.verify_files import Problem
+
+CHUNK_BYTES = 8 << 20
+
+
+def locate_damage(out: Path, changed: Iterable[str], shards: Sequence[str]) -> Iterator[Problem]:
+    """One problem per tensor, index entry or report row that differs, in the `changed` files of the output at `out`.
+
+    shards: all that the manifest names. Nothing is said of files that hold no tensors, nor where the report, which
+    knows the CRC-32 of every tensor, cannot tell.
+    """
+    changed = list(changed)
+    crc32: dict[str, dict[str, str]] = {file: {} for file in changed if file in shards}
+    for row in whole_rows(out) if crc32 else ():
+        crc32.get(row["shard"], {}).update(row["crc32"])
+    for file in changed:
+        if file in crc32:
+            yield from _in_shard(out, file, crc32[file])
+        elif file == INDEX_NAME:
+            yield from _in_index(out, shards)
+        elif file == REPORT:
+            for number, name in damaged_lines(out):
+                yield Problem("changed_row", f"line {number} is not as it was written", file, name)
+
+
+def _in_shard(out: Path, file: str, expected: Mapping[str, str]) -> Iterator[Problem]:
+    try:
+        header = read_header(out / file, file)
+    except KizamiError as e:
+        yield Problem(e.code, f"its header is damaged: {e.message}", file, e.tensor)
+        return
+    changed = list(_changed_tensors(out / file, {info.name: info for info in header.tensors}, expected))
+    for name, message in changed:
+        yield Problem("changed_tensor", message, file, name)
+    if expected and not changed:  # CRC-32 sees every change of up to 32 neighbouring bits
+        yield Problem("changed_header", "its header has changed, its tensors' bytes have not", file)
+
+
+def _changed_tensors(
+    path: Path, found: Mapping[str, TensorInfo], expected: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """(name, what is wrong with it)."""
+    for name in sorted(expected.keys() - found.keys()):
+        yield name, "its header has no such tensor any more"
+    fd = open_regular(path, path.name)
+    try:
+        for name, info in found.items():
+            if name not in expected:
+                yield name, f"{REPORT} knows no such tensor"
+            elif (now := _crc32(fd, info)) != expected[name]:
+                yield name, f"its bytes have CRC-32 {now}; {REPORT} says {expected[name]}"
+    finally:
+        os.close(fd)
+
+
+def _crc32(fd: int, info: TensorInfo) -> str:
+    value = 0
+    for begin in range(info.begin, info.end, CHUNK_BYTES):
+        value = zlib.crc32(read_exactly(fd, begin, min(CHUNK_BYTES, info.end - begin), info.file), value)
+    return f"{value:08x}"
+
+
+def _in_index(out: Path, shards: Sequence[str]) -> Iterator[Problem]:
+    """The shards' headers say what the index was; the first line that differs is the damaged one."""
+    try:
+        tensors = [info for file in shards for info in read_header(out / file, file).tensors]
+    except KizamiError:
+        return  # the damage of that file is told in its place
+    index = encode_index({info.name: info.file for info in tensors}, sum(info.nbytes for info in tensors))
+    pairs = zip_longest(index.split(b"\n"), (out / INDEX_NAME).read_bytes().split(b"\n"))
+    number, line = next(((i, line) for i, (line, now) in enumerate(pairs, 1) if line != now), (0, None))
+    if line is not None:
+        yield Problem("changed_entry", f"line {number} was {line.decode()!r}", INDEX_NAME, _tensor_of(line))
+
+
+def _tensor_of(line: bytes) -> str | None:
+    """The tensor whose entry in the index this line is."""
+    try:
+        entry = json.loads(b"{%s}" % line.strip().rstrip(b","))
+    except ValueError:
+        return None
+    (name,) = entry or [None]
+    return name if name != "total_size" else None
