@@ -66,6 +66,8 @@ class Watch:
             self._tell(f"resumed: {event.resumed} of {self.of} shards were done")
         for file in event.rewritten:
             self._tell(f"{file}: its bytes have changed since it was written; it is written again")
+        for file in event.outdated:
+            self._tell(f"{file}: its source has been modified since it was written; it is written again")
         self._show()
 
     def _advance(self, nbytes: int) -> None:
@@ -101,10 +103,10 @@ def _source_bytes(steps: tuple[Any, ...]) -> int:
 
 def kernels_are_cold() -> bool:
     """Whether nothing is compiled yet: the first run of this version, or no folder to keep kernels in."""
-    from kizami.quantize.kernels.jit import cache_folder
+    from kizami.quantize.kernels.jit import cache_folder, is_filled
 
     folder = cache_folder()
-    return folder is None or next(folder.rglob("*.nbi"), None) is None
+    return folder is None or not is_filled(folder)
 
 
 def shard_line(event: "ShardDone", eta: float, *, named: bool) -> str:

@@ -60,7 +60,9 @@ def _error_rows(rows: list[Row]) -> list[ErrorRow]:
 
 
 def hub_origin(root: Path) -> tuple[str, str] | None:
-    """(`org/name`, revision) of a folder in the Hub cache, models--org--name/snapshots/<revision>; else None."""
+    """(`org/name`, revision) of a folder in the Hub cache, models--org--name/snapshots/<revision>; else None. However
+    it is spelled: by a link, or with dots."""
+    root = root.resolve()
     if root.parent.name == "snapshots":
         kind, *parts = root.parent.parent.name.split("--")
         if kind == "models" and len(parts) == 2:

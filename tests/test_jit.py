@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,8 @@ def test_without_the_compiler_results_are_the_same(usual: str) -> None:
 
 
 @pytest.mark.slow
-def test_another_cpu_gives_the_same_bytes_and_figures(usual: str, tmp_path: Path) -> None:
-    assert run(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", NUMBA_CACHE_DIR=str(tmp_path)) == usual
+def test_another_cpu_gives_the_same_bytes_and_figures(usual: str, generic_cpu: dict[str, str]) -> None:
+    assert run(**generic_cpu) == usual
 
 
 def folder_seen(**environment: str) -> str:
@@ -93,6 +94,60 @@ def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
             entry.write_bytes(entry.read_bytes()[:keep])
         assert folder_seen(NUMBA_CACHE_DIR=str(tmp_path)) == first
         assert all(entry.stat().st_size > 20 for entry in entries)  # and is whole again
+
+
+READ_ONLY = """
+import errno, os, tempfile
+def refuse(*args, **options):
+    raise OSError(errno.EROFS, "Read-only file system")
+tempfile.TemporaryFile = os.utime = refuse  # for root, permissions are no obstacle
+from kizami.quantize.kernels import jit, rows
+import numpy as np
+assert rows.round_bf16(np.float32(1.0)) == 1
+print(jit.cache_folder(), sum(rows.round_bf16.stats.cache_hits.values()))
+"""
+
+
+def test_a_filled_cache_that_cannot_be_written_to_is_used(tmp_path: Path) -> None:
+    filled = folder_seen(NUMBA_CACHE_DIR=str(tmp_path))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    def read_only() -> list[str]:
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", READ_ONLY]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert read_only() == [filled, "1"]
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for path in tmp_path.rglob("*.nb?"):
+        path.unlink()
+    assert read_only() == ["None", "0"]
+
+
+def test_a_new_cache_replaces_those_of_versions_long_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_root", lambda: tmp_path)
+    long_ago = time.time() - jit.UNUSED_SECONDS - 60
+    unused, used, strange = (
+        tmp_path / "kizami" / name for name in ("numba-" + 16 * "0", "numba-" + 16 * "1", "numba-x")
+    )
+    link, elsewhere = tmp_path / "kizami" / ("numba-" + 16 * "2"), tmp_path / "elsewhere"
+    for folder in (unused, used, strange, elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "kernel.nbi").write_bytes(b"")
+    link.symlink_to(elsewhere)
+    for path in (unused, strange, elsewhere, link):
+        os.utime(path, (long_ago, long_ago), follow_symlinks=False)
+    ours = jit.cache_folder()
+    assert ours is not None
+    assert not unused.exists()
+    assert all((folder / "kernel.nbi").exists() for folder in (used, strange, elsewhere))
+    for path in (ours, used):
+        os.utime(path, (long_ago, long_ago))
+    assert jit.cache_folder() == ours
+    assert used.exists()  # nothing is removed but for a new one
+    assert ours.stat().st_mtime > long_ago  # and every use is seen
 
 
 WARM = """

@@ -1,4 +1,5 @@
 """`kernel`: numba's njit without the GIL, compiled code kept in a per-user folder, or not kept where none is writable.
+A filled folder that cannot be written to, as in a container image, is used as it is.
 
 numba alone writes beside the module (a repository or site-packages), raises at import time when no place is
 writable, and judges a cached kernel by its own file only: an edit of a kernel *called* by it goes unseen. So the
@@ -8,13 +9,17 @@ folder is ours, and its name has a hash of every kernel's source.
 import hashlib
 import os
 import pickle
+import re
+import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, UserProvidedCacheLocator
 
 config: Any = numba.config
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,8 +55,26 @@ class _Files(IndexDataCacheFile):
             return {}
 
 
+class _Place(UserProvidedCacheLocator):
+    """Our folder, and no other place if it cannot be written to."""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> "_Place":
+        return cls(py_func, py_file)
+
+    def get_cache_path(self) -> str:
+        assert _FOLDER is not None
+        return str(_FOLDER / self.get_suitable_cache_subpath(self._py_file))
+
+
+class _Kept(CompileResultCacheImpl):
+    _locator_classes = [_Place]  # noqa: RUF012 — numba's own form
+
+
 class _Cache(FunctionCache):
     """A cache may always miss: a damaged entry or a full disk costs a compilation, never the run."""
+
+    _impl_class = _Kept
 
     def __init__(self, function: Callable[..., Any]) -> None:
         base: Any = super()
@@ -63,11 +86,9 @@ class _Cache(FunctionCache):
         )
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            base: Any = super()
+        base: Any = super()
+        with suppress(OSError):
             base.save_overload(sig, data)
-        except OSError:
-            self.disable()
 
 
 def _source_hash() -> str:
@@ -88,18 +109,41 @@ def _root() -> Path | None:
         return None
 
 
+_NAME = re.compile("numba-[0-9a-f]{16}")
+UNUSED_SECONDS = 90 * 86400
+
+
 def cache_folder() -> Path | None:
-    """The folder of this version's compiled kernels, created; None if no such folder can be written."""
+    """The folder of this version's compiled kernels, created; None if there is none that can be written or is filled.
+    A new one takes the place of those of other versions that were not used for 90 days."""
     root = _root()
     if root is None or not root.is_absolute():
         return None
+    folder = root / "kizami" / f"numba-{_source_hash()}"
     try:
-        folder = root / "kizami" / f"numba-{_source_hash()}"
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
+            os.utime(folder)  # when it was last used
     except OSError:
-        return None
+        return folder if is_filled(folder) else None
+    if is_new:
+        _remove_unused(folder.parent)
+    return folder
+
+
+def is_filled(folder: Path) -> bool:
+    """Whether compiled kernels are there."""
+    with suppress(OSError):  # of a folder that may not be read
+        return next(folder.rglob("*.nbi"), None) is not None
+    return False
+
+
+def _remove_unused(parent: Path) -> None:
+    with suppress(OSError):  # of another user, or removed at this moment
+        for folder in parent.iterdir():
+            if _NAME.fullmatch(folder.name) and folder.lstat().st_mtime < time.time() - UNUSED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)  # which follows no link
 
 
 _FOLDER = cache_folder()
@@ -109,10 +153,5 @@ def kernel(function: F) -> F:
     """Decorate a kernel. No fastmath and no parallel: bytes and figures must not depend on CPU or threads."""
     dispatcher: Any = numba.njit(nogil=True)(function)
     if _FOLDER is not None and not config.DISABLE_JIT:
-        before = config.CACHE_DIR
-        config.CACHE_DIR = str(_FOLDER)  # read once, by the locator that _Cache picks
-        try:
-            dispatcher._cache = _Cache(function)
-        finally:
-            config.CACHE_DIR = before
+        dispatcher._cache = _Cache(function)
     return cast(F, dispatcher)
