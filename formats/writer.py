@@ -60,6 +60,7 @@ class AtomicFile:
         self._flushed = 0  # bytes whose way to the disk has been started
         self._hash = hashlib.sha256()
         self._temp = path.with_name(f".{path.name}.tmp")
+        self._ended = False  # nothing is left to remove
         self._fd: int | None = None
         try:
             self._temp.unlink(missing_ok=True)
@@ -106,6 +107,7 @@ class AtomicFile:
             fd, self._fd = self._fd, None
             os.close(fd)
             os.replace(self._temp, self.path)
+            self._ended = True
             fsync_folder(self.path.parent)
         except OSError as e:
             raise self._failed("cannot finish", e) from e
@@ -113,17 +115,15 @@ class AtomicFile:
 
     def abort(self) -> None:
         """Removes the temporary. Does nothing after a commit or an abort."""
-        if self._fd is not None:
+        if not self._ended:
             self._discard()
 
     def _failed(self, doing: str, error: OSError) -> KizamiError:
         self._discard()
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = "make room, then run the same command again" if full else None
-        return io_error(f"{doing} after {self.written} bytes", error, self.path.name, hint)
+        return io_error(f"{doing} after {self.written} bytes", error, self.path.name)
 
     def _discard(self) -> None:
-        fd, self._fd = self._fd, None
+        fd, self._fd, self._ended = self._fd, None, True
         with suppress(OSError):  # the error that led here is the one to tell
             if fd is not None:
                 os.close(fd)
@@ -141,6 +141,15 @@ def fsync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def make_folders_durably(folder: Path) -> None:
+    """Makes `folder` and those above it that are missing, each durable before the next: where one is, even after a
+    kill, those above it are durable. OSError from the system."""
+    missing = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.is_dir()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        fsync_folder(path.parent)
 
 
 def write_file_durably(path: Path, data: bytes) -> None:

@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import all_files, open_regular, read_exactly, resolve_inside
+from kizami.formats.files import all_files, io_error, open_regular, read_exactly, resolve_inside
 from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.model_card import render_card
 from kizami.formats.side_files import copy_side_file
@@ -86,7 +87,9 @@ def _source_card(root: Path) -> str | None:
     """The source's README, under the same rules as every other file: no link is followed out of the folder."""
     try:
         fd = open_regular(resolve_inside(root, CARD), CARD)
-    except KizamiError:
+    except KizamiError as e:
+        if e.code == "io_error":  # it may be readable the next time, and then the card would be another one
+            raise
         return None  # the card can be made without it
     try:
         size = os.fstat(fd).st_size
@@ -117,14 +120,21 @@ def _publish(partial: Path, out: Path) -> None:
     """One rename makes OUT appear, complete. Until then the journal is there, and a rerun only repeats the finish."""
     fsync_folder(partial)
     os.rename(partial, out)
-    fsync_folder(out.parent)
-    _remove_journal(out)
+    _settle(out)
 
 
-def _remove_journal(out: Path) -> None:
-    for path in sorted((out / FOLDER).iterdir()):
-        path.unlink()
-    (out / FOLDER).rmdir()
+def _settle(out: Path) -> None:
+    """Makes OUT's name durable and removes its journal, also where another run of the same plan is doing that."""
+    try:
+        fsync_folder(out.absolute().parent)
+        with suppress(FileNotFoundError):
+            for path in sorted((out / FOLDER).iterdir()):
+                path.unlink(missing_ok=True)
+            (out / FOLDER).rmdir()
+        fsync_folder(out)
+    except OSError as e:
+        hint = f"{out.name} is complete; the same command again removes what is left of the journal"
+        raise io_error("cannot remove the journal", e, f"{out.name}/{FOLDER}", hint) from e
 
 
 def complete_published(plan: Plan, out: Path) -> dict[str, Any] | None:
@@ -139,5 +149,5 @@ def complete_published(plan: Plan, out: Path) -> dict[str, Any] | None:
         return None
     if manifest["plan_hash"] != plan.hash:
         return None
-    _remove_journal(out)
+    _settle(out)
     return manifest

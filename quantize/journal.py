@@ -1,9 +1,10 @@
 """The memory of an unfinished job: OUT.partial/.kizami/. A line with the SHA-256 of a shard makes that shard done.
 
-Order on disk: shard (fsynced, renamed), its report rows (the same), journal line (fsynced). A kill between any
-two of them leaves a shard without a line, which the next run writes anew.
+Order on disk: shard (fsynced, renamed), its report rows (the same), journal line (fsynced). A kill or a power cut
+between any two of them leaves a shard without a line, which the next run writes anew.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -12,11 +13,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import file_sha256
-from kizami.formats.writer import write_file_durably
+from kizami.formats.files import file_sha256, io_error
+from kizami.formats.writer import fsync_folder, make_folders_durably, write_file_durably
 from kizami.quantize.plan import canonical
 from kizami.quantize.report import Row, encode_row
 
@@ -33,15 +34,17 @@ class ShardRecord:
     nbytes: int
     sha256: str
     rows_sha256: str  # of the shard's report rows
+    source_mtimes: dict[str, int]  # modification times, in ns, of the source files it was made from
 
 
 class Journal:
     """Appends records durably; holds a lock, so that two runs cannot write into one folder."""
 
-    def __init__(self, partial: Path, done: dict[int, ShardRecord], lock: IO[str]) -> None:
+    def __init__(self, partial: Path, done: dict[int, ShardRecord], lock: int) -> None:
         self.partial = partial
         self.done = done
         self._lock = lock
+        self._failed: KizamiError | None = None
 
     @classmethod
     def open(cls, partial: Path, identity: dict[str, Any], *, restart: bool = False) -> "Journal":
@@ -54,31 +57,37 @@ class Journal:
             raise KizamiError(
                 "is a link, not the folder of a journal", code="out_exists", file=f"{partial.name}/{FOLDER}"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder / "lock", partial)
+        lock = _lock(folder, partial)
         try:
+            fsync_folder(partial)  # without the folders' names nothing in them would survive a power cut
+            fsync_folder(partial.absolute().parent)
             path = folder / JOURNAL
             if restart:
                 _clear(partial)
-            if not path.exists():
+            if restart or not path.exists():
                 write_file_durably(path, (canonical({"identity": identity}) + "\n").encode())
             lines = _complete_lines(path)
             _check_identity(lines[0].get("identity") if lines else None, identity, partial)
             done = {record.number: record for record in (_record(line, path) for line in lines[1:])}
         except BaseException:
-            lock.close()
+            os.close(lock)
             raise
         return cls(partial, done, lock)
 
     def append(self, record: ShardRecord) -> None:
-        with open(self.partial / FOLDER / JOURNAL, "a", encoding="utf-8") as f:
-            f.write(canonical(asdict(record)) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        """KizamiError "io_error". After one nothing more is appended: half a line may be there, and one behind it would
+        be no line at all."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            _append(self.partial / FOLDER / JOURNAL, (canonical(asdict(record)) + "\n").encode())
+        except OSError as e:
+            self._failed = io_error("cannot write", e, f"{self.partial.name}/{FOLDER}/{JOURNAL}")
+            raise self._failed from e
         self.done[record.number] = record
 
     def forget(self, number: int) -> None:
-        """A journalled shard whose bytes are not what the line says is written anew."""
+        """A journalled shard that is not, or was not made from, what the line says is written anew."""
         del self.done[number]
 
     def rows_path(self, number: int) -> Path:
@@ -103,34 +112,74 @@ class Journal:
             return False
 
     def close(self) -> None:
-        self._lock.close()
+        os.close(self._lock)
 
 
-def _lock(path: Path, partial: Path) -> IO[str]:
-    lock = open(path, "a", encoding="utf-8")  # noqa: SIM115 — held as long as the journal
+def _append(path: Path, line: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise KizamiError(
+        while line:
+            line = line[os.write(fd, line) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock(folder: Path, partial: Path) -> int:
+    """A descriptor of `folder`/lock, which holds the lock as long as it is open. Another run that finishes meanwhile
+    takes the folder away; it is made again, and `pipeline._check_still_absent` tells."""
+    path = folder / "lock"
+    for more in reversed(range(10)):
+        try:
+            make_folders_durably(folder)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            if more:
+                continue
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(path, lock):
+                return lock
+        except OSError as e:
+            os.close(lock)
+            raise _not_locked(e, partial) from None
+        os.close(lock)
+    raise _not_locked(BlockingIOError(errno.EWOULDBLOCK, "taken away again and again"), partial)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _not_locked(error: OSError, partial: Path) -> KizamiError:
+    if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # EACCES: NFS, where the lock becomes fcntl's
+        return KizamiError(
             "another kizami is writing there",
             code="locked",
             file=partial.name,
             hint="wait for it, or choose another OUT",
-        ) from None
-    return lock
+        )
+    hint = "kizami needs flock, so that no two runs write into one folder: choose an OUT on another file system"
+    return io_error("cannot lock", error, partial.name, hint)
 
 
 OUTPUT_FILE = re.compile(r"\.?model-\d{5}-of-\d{5}\.safetensors(\.tmp)?")
+KEPT = ("lock", JOURNAL)
 JOURNAL_FILE = re.compile(r"lock|journal\.jsonl|rows-\d{5}\.jsonl|\..*\.tmp")
 
 
 def _clear(partial: Path) -> None:
-    """Shards, rows and journal go; what a stranger may have put there stays, and `finish` will name it."""
+    """Shards and rows go; the journal stays until a new one takes its place, because it marks the folder as ours. What
+    a stranger may have put there stays, and `finish` will name it."""
     for folder, ours in ((partial, OUTPUT_FILE), (partial / FOLDER, JOURNAL_FILE)):
         for path in sorted(folder.iterdir()):
-            if ours.fullmatch(path.name) and path.name != "lock" and (path.is_symlink() or path.is_file()):
+            if ours.fullmatch(path.name) and path.name not in KEPT and (path.is_symlink() or path.is_file()):
                 path.unlink()
+        fsync_folder(folder)
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
@@ -157,7 +206,8 @@ def _record(line: dict[str, Any], path: Path) -> ShardRecord:
     except TypeError:
         raise _damaged(path) from None
     words = (record.file, record.sha256, record.rows_sha256)
-    if type(record.number) is not int or type(record.nbytes) is not int or not all(type(w) is str for w in words):
+    mtimes = list(record.source_mtimes.values()) if type(record.source_mtimes) is dict else [None]
+    if not all(type(n) is int for n in (record.number, record.nbytes, *mtimes)) or {*map(type, words)} != {str}:
         raise _damaged(path)
     return record
 

@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, Semaphore
@@ -12,10 +14,11 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import what_is_there
+from kizami.formats.files import kind_of, what_is_there
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
 from kizami.formats.side_files import find_side_files
+from kizami.formats.writer import make_folders_durably
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.executor import available_cores, in_thread
 from kizami.quantize.finish import complete_published, finish
@@ -32,8 +35,9 @@ ROW_BYTES = 1000  # a report line, generously; for the free-space check
 class Started:
     shards: int
     resumed: int  # shards that an earlier run finished and whose bytes are still right
-    rewritten: tuple[str, ...]  # shards that the journal calls done but whose bytes have changed
+    rewritten: tuple[str, ...]  # shards that the journal calls done but whose bytes have changed since
     source_bytes: int = 0  # of the resumed shards, counted as Progress counts
+    outdated: tuple[str, ...] = ()  # like rewritten, but because their source files have been modified since
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,11 @@ def run(
     journal = Journal.open(partial, identity, restart=restart)
     try:
         _check_still_absent(out, partial)
-        rewritten = _recheck(journal)
+        rewritten, outdated = _recheck(journal, plan, checkpoint)
         todo = [shard for shard in plan.shards if shard.number not in journal.done]
         _check_free_space(plan, todo, partial)
         resumed = sum(_source_bytes(shard) for shard in plan.shards if shard.number in journal.done)
-        on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed))
+        on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed, outdated))
         if any(step.action == "quantize" for shard in todo for step in shard.steps):
             warm_up(plan.method, plan.policy.group_size)
         in_thread(
@@ -115,23 +119,29 @@ def prepare_folders(source: Path, out: Path) -> Path:
     if inside.is_relative_to(root) or root.is_relative_to(inside):
         raise KizamiError("OUT and SRC are one folder or lie in each other", code="out_in_source", file=str(out))
     partial = out.with_name(out.name + ".partial")
-    if (there := what_is_there(partial)) is not None and not (partial.is_dir() and not partial.is_symlink()):
+    with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
+        _check_partial(partial)
+    make_folders_durably(partial)
+    return partial
+
+
+def _check_partial(partial: Path) -> None:
+    mode = partial.lstat().st_mode
+    if not stat.S_ISDIR(mode):
         raise KizamiError(
-            f"{there}, and kizami keeps its unfinished work in a folder of this name",
+            f"is {kind_of(mode)}, and kizami keeps its unfinished work in a folder of this name",
             code="out_exists",
             file=str(partial),
             hint="remove it, or choose another OUT",
         )
     ours = (partial / FOLDER / JOURNAL).is_file()
-    if partial.exists() and not ours and any(p.name != FOLDER for p in partial.iterdir()):
+    if any(path.name != FOLDER for path in partial.iterdir()) and not ours:
         raise KizamiError(
             "is not empty and has no journal of kizami",
             code="out_exists",
             file=str(partial),
             hint="move it away; kizami keeps its unfinished work under this name",
         )
-    partial.mkdir(parents=True, exist_ok=True)
-    return partial
 
 
 def _check_still_absent(out: Path, partial: Path) -> None:
@@ -144,12 +154,22 @@ def _check_still_absent(out: Path, partial: Path) -> None:
         raise KizamiError("another kizami has just finished it", code="out_exists", file=str(out))
 
 
-def _recheck(journal: Journal) -> tuple[str, ...]:
-    """Finished shards are hashed again: a resume builds on bytes, not on names."""
-    bad = [record for record in journal.done.values() if not journal.is_whole(record)]
-    for record in bad:
+def _recheck(journal: Journal, plan: Plan, checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Finished shards are hashed again: a resume builds on bytes, not on names. A shard made before one of its source
+    files was modified would mix two models: it is made anew, like a target of `make`. Returns changed ones, older ones.
+    """
+    mtimes = {shard.number: _source_mtimes(shard, checkpoint) for shard in plan.shards}
+    outdated = [record for record in journal.done.values() if record.source_mtimes != mtimes.get(record.number)]
+    changed = [record for record in journal.done.values() if record not in outdated and not journal.is_whole(record)]
+    for record in (*outdated, *changed):
         journal.forget(record.number)
-    return tuple(record.file for record in bad)
+    return tuple(record.file for record in changed), tuple(record.file for record in outdated)
+
+
+def _source_mtimes(shard: Shard, checkpoint: Checkpoint) -> dict[str, int]:
+    weights = [step.weight for step in shard.steps]
+    scales = [step.scaled.scale for step in shard.steps if step.scaled is not None]
+    return {info.file: checkpoint.headers[info.file].mtime_ns for info in (*weights, *scales)}
 
 
 def _check_free_space(plan: Plan, todo: list[Shard], partial: Path) -> None:
@@ -182,7 +202,7 @@ def _convert_all(
     with TensorReader(checkpoint) as reader:
         pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
         lead = ThreadPoolExecutor(drivers, "kizami-shard")
-        record = _Record(journal, len(plan.shards), on_event)
+        record = _Record(journal, checkpoint, len(plan.shards), on_event)
         slots = Semaphore(workers + max(1, drivers // 2))  # the pool has work while every second driver writes
         shop = Shop(plan, reader, Buffers(2 * workers), journal.partial, pool, slots, stop, record.piece)
 
@@ -210,8 +230,8 @@ def _wait_for_first_failure(futures: list[Future[None]]) -> None:
 class _Record:
     """Journal and events, one thread at a time."""
 
-    def __init__(self, journal: Journal, of: int, on_event: Callable[[RunEvent], None]) -> None:
-        self._journal, self._of, self._on_event = journal, of, on_event
+    def __init__(self, journal: Journal, checkpoint: Checkpoint, of: int, on_event: Callable[[RunEvent], None]) -> None:
+        self._journal, self._checkpoint, self._of, self._on_event = journal, checkpoint, of, on_event
         self._lock = Lock()
 
     def piece(self, piece: Piece) -> None:
@@ -222,6 +242,7 @@ class _Record:
         assert finished.nbytes == shard.file_nbytes, (finished.nbytes, shard.file_nbytes)
         with self._lock:
             rows_sha256 = self._journal.write_rows(shard.number, finished.rows)
-            record = ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256, rows_sha256)
+            mtimes = _source_mtimes(shard, self._checkpoint)
+            record = ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256, rows_sha256, mtimes)
             self._journal.append(record)
             self._on_event(ShardDone(shard, finished.rows, seconds, len(self._journal.done), self._of))

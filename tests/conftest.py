@@ -1,11 +1,33 @@
-"""Checkpoints that several tests share. All are made here or shipped; nothing is downloaded."""
+"""Checkpoints that several tests share, and the rows of docs/faults.md. All checkpoints are made here or shipped;
+nothing is downloaded."""
 
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import faults_table
 import make_cases
 import pytest
+
+THE_LAST = "test_the_table_of_faults_is_that_of_this_run"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-faults-table", action="store_true", help="write docs/faults.md from this run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.name == THE_LAST)
+
+
+@pytest.fixture
+def fault_row(request: pytest.FixtureRequest) -> Callable[[str, int | str, str], None]:
+    """Adds a row (fault, number of points, outcome) to docs/faults.md: see faults_table.py."""
+
+    def add(fault: str, points: int | str, outcome: str) -> None:
+        faults_table.ROWS.append(faults_table.Row(fault, str(points), outcome, request.function.__name__))
+
+    return add
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +50,13 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DeepSeek-V3-style FP8 checkpoint of 2.7 MB: dense, MoE and MTP layer, 3 shards. Read only."""
     return make_cases.tiny().save(tmp_path_factory.mktemp("tiny") / "src")
+
+
+@pytest.fixture(scope="session")
+def generic_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process whose kernels are compiled for the least of CPUs. Kept: that takes 10 seconds."""
+    kept = str(tmp_path_factory.mktemp("generic"))
+    return {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": kept}
 
 
 @pytest.fixture

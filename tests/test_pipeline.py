@@ -1,5 +1,6 @@
 """Running a plan: whole or absent, resumable, and the same bytes whoever ran it."""
 
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
+from kizami.quantize.journal import Journal, ShardRecord
 from kizami.quantize.pipeline import ShardDone, Started, run
 from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan
@@ -121,6 +123,27 @@ def test_a_shard_that_changed_after_the_kill_is_written_anew(tiny_checkpoint, cl
     convert(tiny_checkpoint, out, on_event=events.append)
     assert events[0].rewritten == (first,)
     assert files(out) == files(clean)
+
+
+def test_shards_made_before_their_source_was_modified_are_written_anew(tmp_path):
+    """One byte, which the sampled pages need not see: kept shards beside new ones would be two models in one."""
+    made = make_cases.tiny()
+    source, out = made.save(tmp_path / "src"), tmp_path / "out"
+    kill_after(4, source, out)
+    file = "model-00001-of-00003.safetensors"
+    convert(source, tmp_path / "before")
+    path = source / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 62] ^= 1  # half-way from the first sampled page to the second
+    path.write_bytes(data)
+    os.utime(path, ns=(1, path.stat().st_mtime_ns + 1_000_000))
+    events = []
+    convert(source, out, on_event=events.append)
+    assert events[0].outdated
+    assert events[0].rewritten == ()
+    convert(source, tmp_path / "clean")
+    assert files(out) == files(tmp_path / "clean")
+    assert files(out) != files(tmp_path / "before")
 
 
 def test_half_a_journal_line_never_happened(tiny_checkpoint, clean, tmp_path):
@@ -391,3 +414,41 @@ def test_the_manifest_holds_no_time_and_no_path(clean, tiny_checkpoint):
     text = (clean / "kizami.json").read_text()
     assert str(tiny_checkpoint) not in text
     assert not {"time", "date", "seconds", "host"} & set(json.loads(text))
+
+
+def test_nothing_is_appended_behind_half_a_line(tmp_path, monkeypatch):
+    """A full disk stops one driver in the middle of its line, and leaves room for another's a moment later."""
+    (tmp_path / "out.partial").mkdir()
+    journal = Journal.open(tmp_path / "out.partial", {})
+    records = [ShardRecord(n, f"model-{n:05d}-of-00003.safetensors", 1, "0", "0", {}) for n in (1, 2, 3)]
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))  # many calls for a line
+    journal.append(records[0])
+
+    def full(fd: int, data: bytes) -> int:
+        monkeypatch.setattr(os, "write", write_then_fail)
+        return write(fd, data[:7])
+
+    def write_then_fail(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(KizamiError, match="No space left"):
+        journal.append(records[1])
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(KizamiError, match="No space left"):
+        journal.append(records[2])
+    journal.close()
+    again = Journal.open(tmp_path / "out.partial", {})
+    again.append(records[1])
+    again.close()
+    assert Journal.open(tmp_path / "out.partial", {}).done == {1: records[0], 2: records[1]}
+
+
+def test_a_lock_that_leads_elsewhere_is_refused(tiny_checkpoint, tmp_path):
+    folder = tmp_path / "out.partial" / ".kizami"
+    folder.mkdir(parents=True)
+    (folder / "lock").symlink_to(tmp_path / "nowhere" / "lock")
+    with pytest.raises(OSError, match="Too many levels"):
+        convert(tiny_checkpoint, tmp_path / "out")
+    assert not (tmp_path / "nowhere").exists()
