@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import io_error, resolve_inside
+from kizami.formats.files import check_encoding, io_error, resolve_inside
 from kizami.formats.header import Header, read_header
 from kizami.formats.index import INDEX_NAME, SINGLE_NAME, load_index, natural_key
 from kizami.formats.strict_json import read_json_object
@@ -16,6 +16,10 @@ from kizami.formats.tensors import TensorInfo
 CONFIG_NAME = "config.json"
 # Real configs take 1-30 KB; one that lists every linear of GLM-5.2 twice (ignore, modules_to_not_convert) takes 10 MB.
 MAX_CONFIG_BYTES = 32 << 20
+MAX_CONFIG_MARKS = 1_000_000  # brackets, colons and commas; that one has 260,000
+# Over all files. Kimi-K2 in INT4 has 210,000 tensors and 30 MB of headers; a plan takes 2 kB of memory per tensor.
+MAX_TENSORS = 400_000
+MAX_ALL_HEADER_BYTES = 128 << 20
 # More stray files than this are counted, not listed.
 MAX_STRAY_NOTES = 20
 
@@ -49,12 +53,13 @@ class Checkpoint:
         pull the reader's other files into the output.
 
         KizamiError: "missing_file", "dangling_link", "outside_folder", "not_a_file", "bad_json", "bad_index",
-        "bad_header", "wrong_size", "unknown_dtype", "index_mismatch", "duplicate_tensor", "io_error".
+        "bad_header", "wrong_size", "unknown_dtype", "index_mismatch", "duplicate_tensor", "too_large", "io_error".
         """
         folder, single = _locate(Path(root).absolute())
+        check_encoding(folder.resolve().name, str(folder))  # it becomes the model card's title
         names = _listing(folder)
         config_path = resolve_inside(folder, CONFIG_NAME, "every checkpoint has a config.json beside its weights")
-        config = read_json_object(config_path, CONFIG_NAME, limit=MAX_CONFIG_BYTES)
+        config = read_json_object(config_path, CONFIG_NAME, limit=MAX_CONFIG_BYTES, marks=MAX_CONFIG_MARKS)
         notes: list[str] = []
         weight_map = None
         if single is None and INDEX_NAME in names:
@@ -65,7 +70,7 @@ class Checkpoint:
             if weight_map is None
             else sorted(set(weight_map.values()), key=natural_key)
         )
-        headers = {file: _header(folder, file, weight_map) for file in files}
+        headers = _headers(folder, files, weight_map)
         tensors = _merge(headers)
         if weight_map is not None:
             _check_index(weight_map, tensors)
@@ -137,9 +142,12 @@ def _locate(root: Path) -> tuple[Path, str | None]:
 
 def _listing(folder: Path) -> set[str]:
     try:
-        return set(os.listdir(folder))
+        names = os.listdir(folder)
     except OSError as e:
         raise io_error("cannot list", e, str(folder)) from e
+    for name in sorted(names):
+        check_encoding(name)
+    return set(names)
 
 
 def _only_file(folder: Path, names: set[str]) -> str:
@@ -157,6 +165,23 @@ def _only_file(folder: Path, names: set[str]) -> str:
     raise KizamiError(
         f"expected {INDEX_NAME} or {SINGLE_NAME}, found {found}", code="missing_file", file=str(folder), hint=hint
     )
+
+
+def _headers(folder: Path, files: Iterable[str], weight_map: dict[str, str] | None) -> dict[str, Header]:
+    headers: dict[str, Header] = {}
+    tensors = nbytes = 0
+    for file in files:
+        headers[file] = header = _header(folder, file, weight_map)
+        tensors += len(header.tensors)
+        nbytes += header.data_begin
+        if tensors > MAX_TENSORS or nbytes > MAX_ALL_HEADER_BYTES:
+            raise KizamiError(
+                f"with this file the checkpoint has {tensors} tensors and {nbytes} bytes of headers, expected at most "
+                f"{MAX_TENSORS} and {MAX_ALL_HEADER_BYTES}",
+                code="too_large",
+                file=file,
+            )
+    return headers
 
 
 def _header(folder: Path, file: str, weight_map: dict[str, str] | None) -> Header:

@@ -7,7 +7,8 @@ The names decide, not the config's counts: checkpoints spell the expert count in
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -49,6 +50,8 @@ _FUSED = frozenset({
     "gate_up_proj_scale_inv", "down_proj_scale_inv", "gate_up_proj_bias", "down_proj_bias",
 })  # fmt: skip
 _NORM = re.compile(r"(?:.*_)?norm\d*|.*layernorm\d*|enorm|hnorm|ln(?:_\w+)?", re.ASCII)
+
+_LAYERS_SHOWN = 8
 
 FUSED_EXPERTS = "fused_experts"
 """`Place.part` of a tensor that holds all experts of a layer at once (3-D)."""
@@ -93,8 +96,8 @@ class Family:
     """A model as its config and its names describe it.
 
     `text_config` is the dict with the language model's numbers (the top level, or `text_config` of a vision model),
-    `num_layers` its num_hidden_layers, `mtp_layers` the indices of next-token layers found in the names, `prefix` what
-    stands before `model.` or `layers.` (`language_model.` in Kimi-K2.5).
+    `num_layers` its num_hidden_layers, `mtp_layers` the sorted indices of next-token layers found in the names,
+    `prefix` what stands before `model.` or `layers.` (`language_model.` in Kimi-K2.5).
     """
 
     name: str
@@ -123,7 +126,10 @@ class Family:
         return self._generic_expert(parts) or _outside_layers(parts)
 
     def _is_mtp(self, layer: int) -> bool:
-        return layer in self.mtp_layers if self.num_layers is None else layer >= self.num_layers
+        if self.num_layers is not None:
+            return layer >= self.num_layers
+        at = bisect_left(self.mtp_layers, layer)  # a hostile checkpoint has very many
+        return self.mtp_layers[at : at + 1] == (layer,)
 
     def _mtp_index(self, index: int) -> int | None:
         return None if self.num_layers is None else self.num_layers + index
@@ -304,15 +310,21 @@ def _warnings(family: Family, facts: _NameFacts, nextn: int | None) -> Iterable[
     if family.num_layers is None:
         yield (
             "config.json has no num_hidden_layers: next-token (MTP) layers are recognised by their eh_proj alone "
-            f"({list(family.mtp_layers) or 'none'} found)"
+            f"({_listed(family.mtp_layers)} found)"
         )
         return
     beyond = [i for i in family.mtp_layers if i >= family.num_layers + (nextn or 0)]
     if beyond:
         yield (
-            f"layers {beyond} lie beyond num_hidden_layers {family.num_layers} + num_nextn_predict_layers {nextn or 0};"
-            " they are treated as next-token (MTP) layers"
+            f"layers {_listed(beyond)} lie beyond num_hidden_layers {family.num_layers} + num_nextn_predict_layers "
+            f"{nextn or 0}; they are treated as next-token (MTP) layers"
         )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """`[78]`, `none`, and no more than a few of very many."""
+    more = f" and {len(layers) - _LAYERS_SHOWN} more" if len(layers) > _LAYERS_SHOWN else ""
+    return f"{list(layers[:_LAYERS_SHOWN]) or 'none'}{more}"
 
 
 def _model_type(config: Mapping[str, Any], key: str) -> str | None:

@@ -41,7 +41,6 @@ class Header:
     inode: int
     data_begin: int
     tensors: tuple[TensorInfo, ...]  # by offset
-    metadata: dict[str, str]
     sha256: str
 
 
@@ -69,8 +68,8 @@ def read_header(path: Path, file: str) -> Header:
         raw = _read_raw(fd, status.st_size, file)
     finally:
         os.close(fd)
-    entries = parse_json_object(raw[8:], file, what="header")
-    metadata = _metadata(entries.pop("__metadata__", None), file)
+    entries = parse_json_object(raw[8:], file, what="header", parse_int=_parse_int if b"-0" in raw else None)
+    _check_metadata(entries.pop("__metadata__", None), file)
     data_begin = len(raw)
     tensors = sorted(
         (_tensor(name, entry, file, data_begin) for name, entry in entries.items()),
@@ -78,7 +77,7 @@ def read_header(path: Path, file: str) -> Header:
     )
     _check_tiling(tensors, file, data_begin, status.st_size)
     digest = hashlib.sha256(raw).hexdigest()
-    return Header(file, status.st_size, status.st_mtime_ns, status.st_ino, data_begin, tuple(tensors), metadata, digest)
+    return Header(file, status.st_size, status.st_mtime_ns, status.st_ino, data_begin, tuple(tensors), digest)
 
 
 def _read_raw(fd: int, file_size: int, file: str) -> bytes:
@@ -115,12 +114,18 @@ def _read_raw(fd: int, file_size: int, file: str) -> bytes:
     return read_exactly(fd, 0, 8 + length, file)
 
 
-def _metadata(value: Any, file: str) -> dict[str, str]:
+def _parse_int(text: str) -> int:
+    if text == "-0":
+        raise ValueError("the number -0 is no size")  # to safetensors' parser (serde_json) it is a float
+    return int(text)
+
+
+def _check_metadata(value: Any, file: str) -> None:
+    """Nothing in it is used, so nothing of it is kept: it may be as large as a header may be."""
     if value is None:  # missing; or null, which some writers emit (huggingface/safetensors issue 549)
-        return {}
+        return
     if type(value) is not dict or not all(type(text) is str for text in value.values()):
         raise KizamiError("__metadata__ is not an object of strings", code="bad_header", file=file)
-    return value
 
 
 def _is_size(value: Any) -> bool:

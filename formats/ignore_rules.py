@@ -7,12 +7,14 @@ of a fused set is written with all its spellings.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, pairwise
 
-from kizami.formats.errors import KizamiError
 from kizami.formats.families import EMBEDDINGS
+from kizami.formats.patterns import Budget, Pattern
 
 # The list Moonshot publishes with Kimi-K2-Thinking, then what GLM, DeepSeek and vision models need besides.
 _LM_HEAD = "lm_head"
@@ -36,23 +38,10 @@ _FUSED = {
     "gate_proj": "(gate|up|gate_up)_proj", "up_proj": "(gate|up|gate_up)_proj",
     "q_proj": "(q|k|v|qkv)_proj", "k_proj": "(q|k|v|qkv)_proj", "v_proj": "(q|k|v|qkv)_proj",
 }  # fmt: skip
+# Real names have at most 8 components after their layer; a longer one gets no pattern, but is listed itself.
+_MAX_COMPONENTS = 32
+_LAYER_WORDS = frozenset({"layers", "mtp"})  # a number after one of them is that of a layer
 _MEMBERS = {"(gate|up|gate_up)_proj": ("gate_proj", "up_proj"), "(q|k|v|qkv)_proj": ("q_proj", "k_proj", "v_proj")}
-
-
-@lru_cache(maxsize=4096)
-def _compiled(expression: str) -> re.Pattern[str]:
-    try:
-        return re.compile(expression)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise KizamiError(f"pattern re:{expression} is not a regular expression: {error}", code="bad_pattern") from None
-
-
-class Pattern:
-    """One entry: `re:` and a regular expression matched at the start of the name, or a plain name."""
-
-    def __init__(self, entry: str) -> None:
-        self.entry = entry
-        self.match: Callable[[str], object] = _compiled(entry[3:]).match if entry.startswith("re:") else entry.__eq__
 
 
 def derive_ignore(
@@ -68,7 +57,8 @@ def derive_ignore(
     mtp_dense: no INT4 in the next-token layers, so both their runtime names are listed where nothing quantized is hit.
     """
     left = [module for module in plain if module.rpartition(".")[2] not in EMBEDDINGS]
-    taken = _Taken(quantized)
+    budget = Budget([*plain, *quantized])
+    taken = _Taken(quantized, budget)
     entries = [] if _LM_HEAD in taken.names else [_LM_HEAD]
     left = [module for module in left if module not in entries]
     for entry in _PATTERNS:
@@ -78,14 +68,16 @@ def derive_ignore(
             entries.append(entry)
             left = [module for module in left if not match(module)]
     if mtp_dense:
-        for entry in _dense_mtp_entries(plain, quantized, num_hidden_layers):
+        for entry in _dense_mtp_entries(plain, quantized, num_hidden_layers, budget):
             match = Pattern(entry).match
             entries.append(entry)
             left = [module for module in left if not match(module)]
     return entries + _entries_for_rest(left, taken)
 
 
-def _dense_mtp_entries(plain: Sequence[str], quantized: Sequence[str], num_hidden_layers: int | None) -> list[str]:
+def _dense_mtp_entries(
+    plain: Sequence[str], quantized: Sequence[str], num_hidden_layers: int | None, budget: Budget
+) -> list[str]:
     """All of a next-token layer by both runtime names, unless some of it is quantized (FP8 experts, say)."""
 
     def mtp_heads(modules: Sequence[str]) -> set[tuple[str, ...]]:
@@ -95,7 +87,8 @@ def _dense_mtp_entries(plain: Sequence[str], quantized: Sequence[str], num_hidde
         return []
     layers = sorted(int(number) for word, number in mtp_heads(plain) if word == "layers")
     # `decoder` is SGLang's name for the next-token layer (models/deepseek_nextn.py).
-    return [*(rf"re:.*\.layers\.{layer}\..*" for layer in layers), r"re:.*\.decoder\..*"]
+    entries = [*(rf"re:.*\.layers\.{layer}\..*" for layer in layers), r"re:.*\.decoder\..*"]
+    return [entry for entry in entries if budget.allows(entry) and not any(map(Pattern(entry).match, quantized))]
 
 
 def _entries_for_rest(left: Sequence[str], taken: "_Taken") -> list[str]:
@@ -109,36 +102,45 @@ def _entries_for_rest(left: Sequence[str], taken: "_Taken") -> list[str]:
 
 def _candidates(module: str, taken: "_Taken") -> Iterator[str]:
     """Entries that cover `module` and nothing quantized, the widest first; the module itself is the last."""
-    yield from (entry for entry in _patterns_for(module, taken) if not taken.is_hit_outside_layers(entry))
-    means_more = module.startswith("re:") or module == "Linear"  # a regex, a class: as an entry it would hit others
-    yield f"re:{re.escape(module)}$" if means_more else module
+    yield from (entry for entry, near in _patterns_for(module, taken) if not taken.is_hit(entry, near))
+    yield _literal(module)
 
 
-def _patterns_for(module: str, taken: "_Taken") -> Iterator[str]:
+def _literal(module: str) -> str:
+    """The entry for this module alone. As an entry, a name that is a regex or a class would hit others."""
+    return f"re:{re.escape(module)}$" if module.startswith("re:") or module == "Linear" else module
+
+
+def _patterns_for(module: str, taken: "_Taken") -> Iterator[tuple[str, Iterable[str]]]:
+    """Patterns that may do, each with the quantized modules that it could hit at all."""
     name = _Name.of(module)
-    if name.tail:
+    if name.tail and len(name.tail) <= _MAX_COMPONENTS:
         parent, leaf = name.tail[:-1], name.tail[-1]
         spellings = dict.fromkeys((_FUSED.get(leaf, re.escape(leaf)), re.escape(leaf)))
         for exact in (False, True):  # any expert, then this expert
             for last in spellings:
                 if not taken.has_tail(parent, _MEMBERS.get(last, (leaf,)), exact):
-                    yield rf"re:.*\.{_expression(parent, exact)}{last}$"
+                    yield rf"re:.*\.{_expression(parent, exact)}{last}$", taken.ending_in(_MEMBERS.get(last, (leaf,)))
         if "experts" in parent:
             upto = name.tail[: parent.index("experts") + 1]
             if not taken.has_layer_part(name.at, upto):
-                yield f"re:{name.layer_expression}{_expression(upto, True)}.*"
+                yield f"re:{name.layer_expression}{_expression(upto, True)}.*", taken.in_layer(name.at)
         for last in spellings:
             siblings = [".".join((*name.head, *parent, member)) for member in _MEMBERS.get(last, (leaf,))]
             if taken.names.isdisjoint(siblings):
-                yield f"re:{name.layer_expression}{_expression(parent, True)}{last}$"
+                yield f"re:{name.layer_expression}{_expression(parent, True)}{last}$", taken.in_layer(name.at)
     suffix = module.removeprefix("language_model.")
-    if suffix != module and not any(other.endswith(suffix) for other in taken.names):
-        yield f"re:.*{re.escape(suffix)}$"
+    if suffix != module and not taken.has_ending(suffix):
+        yield f"re:.*{re.escape(suffix)}$", ()
 
 
 def _expression(parts: Iterable[str], exact: bool) -> str:
     """Regular expression for dotted components, each followed by a dot; numbers are left open unless `exact`."""
-    return "".join((r"\d+" if part.isdigit() and not exact else re.escape(part)) + r"\." for part in parts)
+    return "".join((r"\d+" if _is_number(part) and not exact else re.escape(part)) + r"\." for part in parts)
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdigit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class _Name:
     def of(module: str) -> "_Name":
         parts = tuple(module.split("."))
         for i in range(len(parts) - 2):
-            if parts[i] in {"layers", "mtp"} and parts[i + 1].isascii() and parts[i + 1].isdigit():
+            if parts[i] in _LAYER_WORDS and _is_number(parts[i + 1]):
                 return _Name(parts[: i + 2], parts[i + 2 :])
         return _Name(parts, ())
 
@@ -177,21 +179,27 @@ class _Name:
 
 
 class _Taken:
-    """Quantized modules, indexed so that a candidate pattern is tested without running it over all of them."""
+    """Quantized modules, indexed so that a pattern is tried on a few of them only."""
 
-    def __init__(self, modules: Iterable[str]) -> None:
+    def __init__(self, modules: Iterable[str], budget: Budget) -> None:
         self.names = frozenset(modules)
-        self._outside: list[str] = []
+        self.budget = budget
+        self._reversed = sorted(module[::-1] for module in self.names)
         self._tails: set[tuple[tuple[str, ...], str, bool]] = set()
         self._parts: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+        self._by_leaf: dict[str, list[str]] = {}
+        self._by_layer: dict[tuple[str, ...], list[str]] = {}  # of every layer in a name: there may be two
+        self._hits: dict[str, bool] = {}
         for module in self.names:
+            parts = module.split(".")
+            self._by_leaf.setdefault(parts[-1], []).append(module)
+            for at in {pair for pair in pairwise(parts) if pair[0] in _LAYER_WORDS}:
+                self._by_layer.setdefault(at, []).append(module)
             name = _Name.of(module)
-            if not name.tail:
-                self._outside.append(module)
-                continue
-            parent, leaf = name.tail[:-1], name.tail[-1]
-            self._tails |= {(parent, leaf, True), (_open(parent), leaf, False)}
-            self._parts |= {(name.at, name.tail[:i]) for i in range(1, len(name.tail))}
+            if name.tail:
+                parent, leaf = name.tail[:-1], name.tail[-1]
+                self._tails |= {(parent, leaf, True), (_open(parent), leaf, False)}
+                self._parts |= {(name.at, name.tail[:i]) for i in range(1, min(len(name.tail), _MAX_COMPONENTS))}
 
     def has_tail(self, parent: tuple[str, ...], leaves: Iterable[str], exact: bool) -> bool:
         key = parent if exact else _open(parent)
@@ -200,12 +208,26 @@ class _Taken:
     def has_layer_part(self, at: tuple[str, ...], upto: tuple[str, ...]) -> bool:
         return (at, upto) in self._parts
 
-    def is_hit_outside_layers(self, entry: str) -> bool:
-        return any(map(Pattern(entry).match, self._outside))
+    def ending_in(self, leaves: Iterable[str]) -> Iterable[str]:
+        return chain.from_iterable(self._by_leaf.get(leaf, ()) for leaf in leaves)
+
+    def in_layer(self, at: tuple[str, ...]) -> Iterable[str]:
+        return self._by_layer.get(at, ())
+
+    def has_ending(self, suffix: str) -> bool:
+        at = bisect_left(self._reversed, suffix[::-1])
+        return at < len(self._reversed) and self._reversed[at].startswith(suffix[::-1])
+
+    def is_hit(self, entry: str, near: Iterable[str]) -> bool:
+        """Whether `entry` matches one of `near`, which are all that it could match. Also true when the budget is spent:
+        the modules that are left are then listed by their names."""
+        if entry not in self._hits:
+            self._hits[entry] = not self.budget.allows(entry) or any(map(Pattern(entry).match, near))
+        return self._hits[entry]
 
 
 def _open(parts: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple("#" if part.isdigit() else part for part in parts)
+    return tuple("#" if _is_number(part) else part for part in parts)
 
 
 def derive_targets(packed: Sequence[str], fp8: Sequence[str]) -> list[str]:
@@ -216,11 +238,11 @@ def derive_targets(packed: Sequence[str], fp8: Sequence[str]) -> list[str]:
     if not any(match(module) for module in fp8) and any(match(module) for module in packed):
         entries[EXPERTS_TARGET] = None
         left = [module for module in packed if not match(module)]
-    taken = _Taken(fp8)
+    taken = _Taken(fp8, Budget([*packed, *fp8]))
     groups: dict[tuple[str, ...], list[_Name]] = {}
     for module in left:
         name = _Name.of(module)
-        if name.tail:
+        if name.tail and len(name.tail) <= _MAX_COMPONENTS:
             groups.setdefault(_open(name.tail[:-1]), []).append(name)
         else:
             entries[_named(module, taken)] = None
@@ -231,9 +253,10 @@ def derive_targets(packed: Sequence[str], fp8: Sequence[str]) -> list[str]:
 
 def _named(module: str, taken: _Taken) -> str:
     suffix = module.removeprefix("language_model.")
-    if suffix != module and not any(other.endswith(suffix) for other in taken.names):
-        return f"re:.*{re.escape(suffix)}$"
-    return module
+    entry = f"re:.*{re.escape(suffix)}$"
+    if suffix != module and not taken.has_ending(suffix) and not taken.is_hit(entry, ()):
+        return entry
+    return _literal(module)
 
 
 def _target_entries(parent: tuple[str, ...], names: Sequence[_Name], fp8: Sequence[str], taken: _Taken) -> list[str]:
@@ -241,24 +264,35 @@ def _target_entries(parent: tuple[str, ...], names: Sequence[_Name], fp8: Sequen
     leaves = sorted({name.tail[-1] for name in names})
     tail = _expression(("0" if part == "#" else part for part in parent), exact=False) + _alternatives(leaves) + "$"
     wide = rf"re:.*\.{tail}"
-    match = Pattern(wide).match
-    rivals = [module for module in fp8 if match(module)]
+    modules = [".".join((*name.head, *name.tail)) for name in names]
+    if not taken.budget.allows(wide):
+        return [_literal(module) for module in modules]
+    rivals = [module for module in fp8 if Pattern(wide).match(module)]
     if not rivals:
         return [wide]
     mine = {name.layer for name in names}
     theirs = {_Name.of(module).layer for module in rivals}
     if not mine & theirs and None not in mine | theirs:
+        start = r"re:(.*\.)?layers" if any(len(name.head) == 2 for name in names) else r"re:.*\.layers"
         if len(theirs) <= len(mine):
-            return [rf"re:.*\.layers\.(?!{_alternatives(map(str, _ordered(theirs)))}\.)\d+\.{tail}"]
-        return [rf"re:.*\.layers\.{_alternatives(map(str, _ordered(mine)))}\.{tail}"]
-    modules = [".".join((*name.head, *name.tail)) for name in names]
+            entry = rf"{start}\.(?!{_alternatives(map(str, _ordered(theirs)))}\.)\d+\.{tail}"
+        else:
+            entry = rf"{start}\.{_alternatives(map(str, _ordered(mine)))}\.{tail}"
+        if taken.budget.allows(entry) and _tells_apart(entry, modules, rivals):
+            return [entry]
     return list(dict.fromkeys(_exact_target(module, taken) for module in modules))
+
+
+def _tells_apart(entry: str, modules: Sequence[str], rivals: Sequence[str]) -> bool:
+    """A name may have two layer numbers."""
+    match = Pattern(entry).match
+    return all(map(match, modules)) and not any(map(match, rivals))
 
 
 def _exact_target(module: str, taken: _Taken) -> str:
     name = _Name.of(module)
     entry = f"re:{name.layer_expression}{_expression(name.tail[:-1], True)}{re.escape(name.tail[-1])}$"
-    return module if any(map(Pattern(entry).match, taken.names)) else entry
+    return _literal(module) if taken.is_hit(entry, taken.in_layer(name.at)) else entry
 
 
 def _ordered(layers: Iterable[int | None]) -> list[int]:

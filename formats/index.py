@@ -15,6 +15,8 @@ SINGLE_NAME = "model.safetensors"
 
 # GLM-5.2's 118,629 entries take 13 MB; this is ten times as much.
 MAX_INDEX_BYTES = 128 << 20
+# The most of any published checkpoint is 163.
+MAX_FILES = 10_000
 # NAME_MAX of Linux's file systems.
 MAX_FILE_NAME_BYTES = 255
 
@@ -70,6 +72,8 @@ def load_index(path: Path) -> Index:
         if problem:
             raise KizamiError(f"names {str(shard)[:300]!r}: {problem}", code="bad_index", file=file, tensor=tensor)
         weight_map[tensor] = files.setdefault(shard, shard)
+    if len(files) > MAX_FILES:
+        raise KizamiError(f"names {len(files)} files, expected at most {MAX_FILES}", code="bad_index", file=file)
     metadata = content.get("metadata")
     total = metadata.get("total_size") if type(metadata) is dict else None
     return Index(weight_map, total if type(total) is int else None)

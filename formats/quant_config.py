@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.families import EMBEDDINGS
-from kizami.formats.ignore_rules import Pattern, derive_ignore, derive_targets
+from kizami.formats.ignore_rules import derive_ignore, derive_targets
+from kizami.formats.patterns import Matcher
 
 Form = Literal["int4", "fp8", "none"]
 
@@ -125,15 +126,17 @@ def resolver(quantization_config: Mapping[str, Any]) -> Callable[[str], Form]:
 
     `ignore` goes first, then the groups' targets: an exact name or a `re:` pattern (`re.match`, anchored at the start
     only) beats the class name. The class is taken as `Linear`, or `Embedding` for token embeddings. Neither ignored
-    nor matched is "none". Raises KizamiError `bad_config` for a config that no reader could apply.
+    nor matched is "none". Raises KizamiError `bad_config` for a config that no reader could apply, `bad_pattern` for
+    patterns that kizami does not write, from here or from the function.
     """
-    ignore = _Names(_strings(quantization_config.get("ignore"), "ignore"))
-    groups: list[tuple[_Names, Form]] = []
+    ignore = Matcher(_strings(quantization_config.get("ignore"), "ignore"), "ignore")
+    groups: list[tuple[Matcher, Form]] = []
     for name, group in _object(quantization_config.get("config_groups"), "config_groups").items():
         where = f"config_groups.{name}"
         group = _object(group, where)
         weights = _object(group.get("weights"), f"{where}.weights")
-        groups.append((_Names(_strings(group.get("targets"), f"{where}.targets")), _form(weights, where)))
+        targets = _strings(group.get("targets"), f"{where}.targets")
+        groups.append((Matcher(targets, f"{where}.targets"), _form(weights, where)))
 
     def form_of(module: str) -> Form:
         kind = "Embedding" if module.rpartition(".")[2] in EMBEDDINGS else "Linear"
@@ -145,17 +148,6 @@ def resolver(quantization_config: Mapping[str, Any]) -> Callable[[str], Form]:
         return next((form for names, form in groups if kind in names.plain), "none")
 
     return form_of
-
-
-class _Names:
-    """A list of `ignore` or `targets` entries, ready for many look-ups."""
-
-    def __init__(self, entries: Sequence[str]) -> None:
-        self.plain = frozenset(entry for entry in entries if not entry.startswith("re:"))
-        self.patterns = tuple(Pattern(entry).match for entry in entries if entry.startswith("re:"))
-
-    def by_name(self, module: str) -> bool:
-        return module in self.plain or any(match(module) for match in self.patterns)
 
 
 def _form(weights: Mapping[str, Any], where: str) -> Form:

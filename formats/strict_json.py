@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ MAX_DEPTH = 64
 # safetensors header has 12 of them; Kimi-K2 in one file would have 139,644 tensors, 1.7 million in all.
 MAX_MARKS = 4_000_000
 
+_BEYOND_ASCII = re.compile("[\x7f-\U0010ffff]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -45,11 +47,13 @@ def _too_deep(value: Any) -> bool:
     return True
 
 
-def parse_json_object(data: bytes, file: str, *, what: str) -> dict[str, Any]:
-    """The object in `data`; `what` names the thing in errors ("header", "config").
+def parse_json_object(
+    data: bytes, file: str, *, what: str, marks: int = MAX_MARKS, parse_int: Callable[[str], int] | None = None
+) -> dict[str, Any]:
+    """The object in `data`; `what` names the thing in errors ("header", "config"). `parse_int` as json.loads has it.
 
     KizamiError "bad_json": not UTF-8, not JSON, not an object, a key twice in one object (parsers disagree on which
-    value counts, so that a checker and a loader could see different files), deeper than MAX_DEPTH, more than MAX_MARKS
+    value counts, so that a checker and a loader could see different files), deeper than MAX_DEPTH, more than `marks`
     brackets, colons and commas, or a string with half a surrogate pair (cannot be written back as UTF-8). The literals
     NaN and Infinity are read, as Python's json does: published configs have them.
     """
@@ -57,11 +61,11 @@ def parse_json_object(data: bytes, file: str, *, what: str) -> dict[str, Any]:
     def bad(found: str) -> KizamiError:
         return KizamiError(f"the {what} {found}", code="bad_json", file=file)
 
-    marks = sum(map(data.count, (b"[", b"{", b":", b",")))
-    if marks > MAX_MARKS:
-        raise bad(f"has {marks} brackets, colons and commas, expected at most {MAX_MARKS}")
+    found = sum(map(data.count, (b"[", b"{", b":", b",")))
+    if found > marks:
+        raise bad(f"has {found} brackets, colons and commas, expected at most {marks}")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object, parse_int=parse_int)
     except UnicodeDecodeError as e:
         raise bad(f"is not UTF-8: byte 0x{data[e.start]:02x} at {e.start}") from None
     except _DuplicateKeyError as e:
@@ -82,7 +86,7 @@ def parse_json_object(data: bytes, file: str, *, what: str) -> dict[str, Any]:
     return value
 
 
-def read_json_object(path: Path, file: str, *, limit: int) -> dict[str, Any]:
+def read_json_object(path: Path, file: str, *, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
     """The object in the regular file at `path` (`file` in errors), refused unread if larger than `limit` bytes."""
     fd = open_regular(path, file)
     try:
@@ -97,9 +101,11 @@ def read_json_object(path: Path, file: str, *, limit: int) -> dict[str, Any]:
         os.close(fd)
     if len(data) != size:
         raise KizamiError(f"read {len(data)} bytes, expected {size}", code="source_changed", file=file)
-    return parse_json_object(data, file, what="file")
+    return parse_json_object(data, file, what="file", marks=marks)
 
 
 def dump_json(obj: object) -> bytes:
-    """`obj` as UTF-8 JSON: indent 2, key order kept, a newline at the end (the style of transformers' config.json)."""
-    return (json.dumps(obj, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+    """`obj` as UTF-8 JSON: indent 2, key order kept, a newline at the end (the style of transformers' config.json).
+    What a terminal would not show as it is, such as a change of direction, is escaped."""
+    text = json.dumps(obj, indent=2, ensure_ascii=False) + "\n"
+    return _BEYOND_ASCII.sub(lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text).encode("utf-8")

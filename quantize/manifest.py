@@ -1,6 +1,7 @@
 """kizami.json: what was made from what, with which settings, and the SHA-256 of every file beside it."""
 
 import hashlib
+import json
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ CARD = "README.md"
 CONFIG = "config.json"
 SCHEMA = "kizami.manifest/1"
 MAX_MANIFEST_BYTES = 16 << 20  # 163 shards and a few hundred side files take 100 kB
+MAX_MANIFEST_MARKS = 1_000_000  # brackets, colons and commas; they have 8,000
 
 
 def build_manifest(
@@ -77,10 +79,14 @@ def read_manifest(out: Path) -> dict[str, Any]:
             file=MANIFEST,
             hint=f"{out.name} is not a folder that kizami convert finished",
         )
-    manifest = read_json_object(path, MANIFEST, limit=MAX_MANIFEST_BYTES)
+    manifest = read_json_object(path, MANIFEST, limit=MAX_MANIFEST_BYTES, marks=MAX_MANIFEST_MARKS)
     if manifest.get("schema") != SCHEMA:
         raise KizamiError(f"schema {manifest.get('schema')!r}; expected {SCHEMA!r}", code="bad_manifest", file=MANIFEST)
     _check_form(manifest)
+    try:
+        json.dumps(manifest, allow_nan=False)
+    except ValueError:
+        raise KizamiError("has a number that is not finite", code="bad_manifest", file=MANIFEST) from None
     if manifest.get("self_sha256") != self_hash(manifest) or path.read_bytes() != dump_json(manifest):
         raise KizamiError(
             "its bytes are not those that kizami wrote (self_sha256 does not match)",
@@ -92,27 +98,38 @@ def read_manifest(out: Path) -> dict[str, Any]:
 
 
 _FORM: dict[str, type | tuple[type, ...]] = {
-    "plan_hash": str, "policy": dict, "method": str, "scale_sign": str, "clip_allowance": (int, float, type(None)),
-    "has_negative_scales": bool, "output": dict, "source": dict,
-    "source_contents": dict, "shards": list, "files": dict, "self_sha256": str,
+    "plan_hash": str, "scheme": str, "family": str, "dialect": str, "policy": dict, "method": str, "scale_sign": str,
+    "clip_allowance": (int, float, type(None)), "has_negative_scales": bool, "counts": dict, "output": dict,
+    "source": dict, "source_contents": dict, "warnings": list, "shards": list, "files": dict, "self_sha256": str,
 }  # fmt: skip
 
 
 def _check_form(manifest: dict[str, Any]) -> None:
-    """Whoever wrote it: what is read here has the types that are expected."""
-    wrong = [key for key, kind in _FORM.items() if not isinstance(manifest.get(key), kind)]
-    if not wrong:
-        shards = [shard if isinstance(shard, dict) else {} for shard in manifest["shards"]]
-        strings = [*manifest["files"].values(), *(shard.get(key) for shard in shards for key in ("file", "sha256"))]
-        counts = [manifest["policy"].get("group_size"), *(manifest["output"].get(key) for key in ("bytes", "tensors"))]
-        fine = all(isinstance(value, str) for value in strings) and all(type(value) is int for value in counts)
-        fine = fine and manifest["policy"]["group_size"] in GROUP_SIZES
-        if not fine or not isinstance(manifest["source"].get("files"), dict):
-            wrong = ["policy, output, source, shards or files"]
-    if wrong:
+    """Whoever wrote it: what is read anywhere has the types that are expected."""
+    wrong = next((key for key, kind in _FORM.items() if not isinstance(manifest.get(key, ...), kind)), None)
+    if wrong is None and not _parts_fit(manifest):
+        wrong = "a part of policy, counts, output, source, warnings, shards or files"
+    if wrong is not None:
         raise KizamiError(
-            f"{wrong[0]} is missing or of another type than kizami writes", code="bad_manifest", file=MANIFEST
+            f"{wrong} is missing or of another type than kizami writes", code="bad_manifest", file=MANIFEST
         )
+
+
+def _parts_fit(manifest: dict[str, Any]) -> bool:
+    policy, output, source = manifest["policy"], manifest["output"], manifest["source"]
+    shards = [shard if isinstance(shard, dict) else {} for shard in manifest["shards"]]
+    strings = [*manifest["files"].values(), *manifest["warnings"]]
+    strings += [shard.get(key) for shard in shards for key in ("file", "sha256")]
+    counts = [*manifest["counts"].values(), *(output.get(key) for key in ("bytes", "file_bytes", "tensors"))]
+    return (
+        all(isinstance(value, str) for value in strings)
+        and all(type(value) is int and 0 <= value < 2**63 for value in [*counts, policy.get("max_shard_bytes")])
+        and type(policy.get("group_size")) is int
+        and policy["group_size"] in GROUP_SIZES
+        and isinstance(output.get("bits_per_weight"), int | float)
+        and abs(output["bits_per_weight"]) < 1e9
+        and isinstance(source.get("files"), dict)
+    )
 
 
 def policy_of(manifest: dict[str, Any]) -> Policy:

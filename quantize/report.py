@@ -112,11 +112,30 @@ def _is_row(row: Row) -> bool:
     words = all(isinstance(row.get(key), str) for key in ("name", "role", "action", "shard"))
     digests = row.get("crc32")
     words = words and isinstance(digests, dict) and all(isinstance(digest, str) for digest in digests.values())
-    counts = all(type(row.get(key)) is int for key in _COUNTS) and isinstance(row.get("layer", 0), int | None)
-    shape = isinstance(row.get("shape"), list) and all(type(size) is int for size in row["shape"])
+    shape = row.get("shape")
+    sizes = [*(row.get(key) for key in _COUNTS), *(shape if isinstance(shape, list) else [None]), row.get("layer") or 0]
+    counts = (
+        "layer" in row and len(sizes) <= _MAX_SIZES and all(type(size) is int and 0 <= size < 2**63 for size in sizes)
+    )
     figures = [row.get(key) for key in _FIGURES]
-    numbers = all(isinstance(figure, int | float) and abs(figure) <= sys.float_info.max for figure in figures)
-    return words and counts and shape and (numbers or figures == [None] * len(figures))
+    measured = all(map(_is_figure, figures)) or figures == [None] * len(figures)
+    shown = all(row.get(key) is None or not isinstance(row[key], str) for key in _SHOWN)
+    plain = all(key in ("crc32", "shape") or _is_plain(value) for key, value in row.items())
+    return words and counts and measured and shown and plain
+
+
+_SHOWN = ("sqnr_db", "sqnr_top_db", "max_abs_error", "clipped_fraction", "negative_scale_fraction")
+_MAX_SIZES = 36  # a tensor has up to 32 dimensions
+_LARGEST, _SMALLEST = 1e120, 1e-120  # beyond any sum of squares of float32 values; ratios and sums of these are finite
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and (value == 0 or _SMALLEST <= value <= _LARGEST)
+
+
+def _is_plain(value: Any) -> bool:
+    """A word, or a number that can be formatted and be written as JSON again."""
+    return isinstance(value, str | None) or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

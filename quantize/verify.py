@@ -17,7 +17,7 @@ from kizami.formats.index import INDEX_NAME
 from kizami.formats.reader import TensorReader
 from kizami.quantize.executor import available_cores, thread_map
 from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, method_of, policy_of, read_manifest
-from kizami.quantize.plan import Step
+from kizami.quantize.plan import Step, canonical
 from kizami.quantize.planner import build_plan
 from kizami.quantize.report import Row, over_threshold, read_report, worst_tensors
 from kizami.quantize.verify_damage import locate_damage
@@ -171,6 +171,8 @@ class _Source:
             return [Problem("other_plan", f"plan hash {plan.hash}; the manifest says {self.manifest['plan_hash']}")]
         steps = [step for step in plan.steps if step.outputs]
         problems = [*self._missing(steps)]
+        if canonical(self.out.config) != canonical(plan.config):
+            problems.append(Problem("other_config", "is not the config that the source and the policy give", CONFIG))
         if problems:
             return problems
         chosen = steps[:: max(1, len(steps) // sample)] if sample else steps

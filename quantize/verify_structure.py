@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.foreign import quantization_configs
 from kizami.formats.int4_layout import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, packed_specs
 from kizami.formats.quant_config import resolver
 from kizami.formats.reader import TensorReader
@@ -25,10 +26,8 @@ def check_structure(
     """Config rules = tensors, every module in exactly one form, every tensor in one report row, exact totals."""
     tensors = checkpoint.tensors
     group_size = manifest["policy"]["group_size"]
-    quantization_config = checkpoint.config.get("quantization_config") or checkpoint.config.get("text_config", {}).get(
-        "quantization_config", {}
-    )
-    rules = resolver(quantization_config)
+    stated = [quant for _, quant in quantization_configs(checkpoint.config)]
+    rules = resolver(stated[0] if stated else {})
     with TensorReader(checkpoint) as reader:
         for module in packed:
             yield from _check_packed_module(checkpoint, reader, module, group_size)

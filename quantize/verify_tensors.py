@@ -101,11 +101,17 @@ def _check_packed(
         weight_energy += float(np.sum(np.square(w, dtype=np.float64)))
         error_energy += float(np.sum(np.square(w - codes * np.repeat(steps.astype(np.float64), group_size, axis=1))))
     for name, found in (("weight_energy", weight_energy), ("error_energy", error_energy)):
-        if not isclose(row.get(name, -1.0), found, rel_tol=ENERGY_TOLERANCE):
+        if not isclose(_figure(row, name), found, rel_tol=ENERGY_TOLERANCE):
             yield "report_row", f"{name} is {row.get(name)}; recomputed {found}"
     expected = sqrt(error_energy / weight_energy) if weight_energy else 0.0
-    if not isclose(row.get("rel_error", -1.0), expected, rel_tol=1e-6, abs_tol=1e-12):
+    if not isclose(_figure(row, "rel_error"), expected, rel_tol=1e-6, abs_tol=1e-12):
         yield "report_row", f"rel_error is {row.get('rel_error')}; recomputed {expected}"
+
+
+def _figure(row: dict[str, Any], name: str) -> float:
+    """-1, which no figure is, for one that is missing or None."""
+    value = row.get(name)
+    return -1.0 if value is None else value
 
 
 def check_codes(

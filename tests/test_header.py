@@ -52,12 +52,9 @@ def test_tensors_come_by_offset_with_absolute_places(path: Path) -> None:
     assert header.sha256 == hashlib.sha256(path.read_bytes()[:begin]).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("extra", "expected"),
-    [({}, {}), ({"__metadata__": {}}, {}), ({"__metadata__": None}, {}), ({"__metadata__": {"a": "b"}}, {"a": "b"})],
-)
-def test_metadata_may_be_missing_empty_or_null(path: Path, extra: dict[str, Any], expected: dict[str, str]) -> None:
-    assert read_header(save(path, {**extra, "a": entry()}, 4), "s").metadata == expected
+@pytest.mark.parametrize("extra", [{}, {"__metadata__": {}}, {"__metadata__": None}, {"__metadata__": {"a": "b"}}])
+def test_metadata_may_be_missing_empty_or_null(path: Path, extra: dict[str, Any]) -> None:
+    assert [t.name for t in read_header(save(path, {**extra, "a": entry()}, 4), "s").tensors] == ["a"]
 
 
 @pytest.mark.parametrize("metadata", [[], "pt", 1, {"format": 1}, {"format": None}, {"a": {"b": "c"}}])
@@ -267,7 +264,8 @@ def test_what_is_encoded_is_read_back(
     header = write_specs(tmp_path_factory.getbasetemp() / "roundtrip", specs, metadata)
     assert sorted(info.spec.name for info in header.tensors) == sorted(spec.name for spec in specs)
     assert {info.spec for info in header.tensors} == set(specs)
-    assert header.metadata == (metadata or {})
+    raw = (tmp_path_factory.getbasetemp() / "roundtrip").read_bytes()[8 : header.data_begin]
+    assert json.loads(raw).get("__metadata__") == metadata
     filled = [spec for spec in specs if spec.nbytes]
     assert [info.spec for info in header.tensors if info.nbytes] == filled
 
