@@ -4,19 +4,37 @@ import errno
 import hashlib
 import os
 import stat
+import sys
 from pathlib import Path
 
 from kizami.formats.errors import KizamiError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def io_error(doing: str, error: OSError, file: str, hint: str | None = None) -> KizamiError:
-    """What the system said, as a refusal of code "io_error"."""
+    """What the system said, as a refusal of code "io_error". hint: a full disk has its own."""
+    if hint is None and error.errno in _FULL:
+        hint = "make room, then run the same command again"
     return KizamiError(f"{doing}: {error.strerror or error}", code="io_error", file=file, hint=hint)
 
 
 def has_control(text: str) -> bool:
     """True if `text` has a character of Unicode's C0/C1 controls (NUL, newline, escape...) or half a surrogate pair."""
     return not text.isprintable() and any(c < " " or "\x7f" <= c <= "\x9f" or "\ud800" <= c <= "\udfff" for c in text)
+
+
+def check_encoding(name: str, file: str | None = None) -> None:
+    """Refuses a name that would mean something else here than where the locale has UTF-8. KizamiError
+    "bad_environment"."""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and not name.isascii():
+        raise KizamiError(
+            f"has letters beyond ASCII in its name, and Python takes names as {encoding} here, not as UTF-8",
+            code="bad_environment",
+            file=file or name,
+            hint="set PYTHONUTF8=1, or a locale that has UTF-8",
+        )
 
 
 _KINDS = {
@@ -148,12 +166,19 @@ def file_sha256(path: Path, file: str) -> str:
 def all_files(folder: Path) -> list[str]:
     """Everything in `folder` that is not a folder, links included, as sorted relative names with slashes. KizamiError
     "io_error" for a folder that cannot be listed."""
-
-    def refuse(error: OSError) -> None:
-        raise io_error("cannot list", error, os.path.basename(os.fsdecode(error.filename or folder)))
-
-    names = []
-    for at, folders, files in os.walk(folder, onerror=refuse):
-        links = [name for name in folders if os.path.islink(os.path.join(at, name))]
-        names += [Path(at, name).relative_to(folder).as_posix() for name in (*files, *links)]
+    names: list[str] = []
+    waiting = [""]
+    while waiting:  # os.walk calls itself for each level in Python 3.11, and a stranger's folder may have thousands
+        at = waiting.pop()
+        try:
+            with os.scandir(folder / at) as entries:
+                for entry in entries:
+                    name = at + entry.name
+                    check_encoding(name)
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(f"{name}/")
+                    else:
+                        names.append(name)
+        except OSError as e:
+            raise io_error("cannot list", e, at.rstrip("/").rpartition("/")[2] or folder.name) from e
     return sorted(names)

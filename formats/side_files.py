@@ -1,6 +1,7 @@
 """The files beside the weights: which belong into the output as they are, and which do not."""
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from kizami.formats.checkpoint import CONFIG_NAME, Checkpoint
 from kizami.formats.errors import KizamiError, printable
-from kizami.formats.files import has_control, io_error, open_regular, resolve_inside
+from kizami.formats.files import check_encoding, has_control, io_error, open_regular, resolve_inside
 from kizami.formats.writer import AtomicFile, fsync_folder
 
 # Published repositories have at most some 60 files beside the weights, at most 3 folders deep.
@@ -26,6 +27,12 @@ _OLD_QUANTIZATION = {
     "quantize_config.json", "quant_config.json", "hf_quant_config.json", "recipe.yaml",
 }  # fmt: skip
 _OLD_KIZAMI = {"kizami.json", "kizami-report.jsonl"}
+# What an output has at its top. A folder of such a name would be in the way, and one in other letters would be the same
+# file wherever case does not count.
+_OURS = re.compile(
+    r"(config|kizami|model\.safetensors\.index)\.json|kizami-report\.jsonl|readme\.md|model-\d+-of-\d+\.safetensors",
+    re.IGNORECASE,
+)
 _CHUNK = 1 << 20
 
 
@@ -69,7 +76,10 @@ def _walk(ckpt: Checkpoint, folder: str, depth: int) -> Iterator[tuple[str, str 
         raise io_error("cannot list", e, folder or str(ckpt.root)) from e
     for base, is_folder in found:
         name = folder + base
+        check_encoding(name)
         reason = _name_reason(base)
+        if is_folder and not folder and _OURS.fullmatch(base):
+            reason = "a folder with the name of a file that kizami writes"
         if not is_folder:
             yield name, reason or _file_reason(ckpt, name, base)
         elif reason is not None:
@@ -108,12 +118,16 @@ def _file_reason(ckpt: Checkpoint, name: str, base: str) -> str | None:
         return "weights that the checkpoint does not name"
     if lower.endswith(".index.json"):
         return "an index of the source's weights"
+    if "/" not in name and _OURS.fullmatch(base):
+        return "the name of a file that kizami writes, in other letters"
     try:
         size = resolve_inside(ckpt.root, name).stat().st_size
     except KizamiError as e:
+        if e.code == "io_error":  # a file that belongs to the output must not stay out by chance
+            raise
         return e.message
     except OSError as e:
-        return f"cannot look up: {e.strerror}"
+        raise io_error("cannot look up", e, name) from e
     return None if size <= MAX_SIDE_FILE_BYTES else f"{size} bytes, more than {MAX_SIDE_FILE_BYTES}"
 
 

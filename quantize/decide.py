@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import Dialect, ScaledWeight
 from kizami.formats.errors import KizamiError
 from kizami.formats.families import EMBEDDINGS, Family, Place, Role
 from kizami.formats.int4_layout import packed_specs
+from kizami.formats.patterns import runs_away
 from kizami.formats.tensors import TensorInfo, TensorSpec
 from kizami.quantize.plan import Action, Step
 from kizami.quantize.settings import Policy
@@ -18,6 +20,8 @@ FLOAT_DTYPES = ("BF16", "F16", "F32")  # sources without scale that can be packe
 # one BF16 matrix (sglang 0.5.23, models/deepseek_v2.py): packed forms of these do not load there. Nor do packed routers
 # (MoEGate there is a plain parameter).
 UNLOADABLE_PACKED = ("kv_b_proj", "q_a_proj", "kv_a_proj_with_mqa", "wk", "weights_proj")
+# No linears to the engines, which read the plain weight (VocabParallelEmbedding, ParallelLMHead, MoEGate).
+PLAIN_ROLES = (Role.EMBEDDING, Role.HEAD, Role.ROUTER)
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,21 @@ class Selection:
         return wish, f"matches --ignore {ignored}" if ignored else None
 
 
+@lru_cache(maxsize=512)
 def _compiled(pattern: str) -> re.Pattern[str] | None:
     if not pattern.startswith("re:"):
         return None
     try:
-        return re.compile(pattern[3:])
+        problem: object = runs_away(pattern[3:])  # `verify` tries patterns that stand in somebody's kizami.json
+        if problem is None:
+            return re.compile(pattern[3:])
     except (re.error, OverflowError, RecursionError) as e:
-        raise KizamiError(
-            f"pattern {pattern!r} is not a regular expression that can be used: {e}",
-            code="bad_pattern",
-            hint="write an exact module name, or re: and a Python regular expression",
-        ) from None
+        problem = e
+    raise KizamiError(
+        f"pattern {pattern!r} is not a regular expression that can be used: {problem}",
+        code="bad_pattern",
+        hint="write an exact module name, or re: and a Python regular expression",
+    )
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -72,7 +80,7 @@ def decide(checkpoint: Checkpoint, family: Family, dialect: Dialect, policy: Pol
     packed = [step for step in steps if step.action == "quantize"]
     _check_something_is_packed(packed, policy)
     _check_groups(packed, policy.group_size)
-    _check_fused_pairs(steps)
+    _check_fused(steps)
     _check_names(steps)
     return steps
 
@@ -99,6 +107,8 @@ def _step(info: TensorInfo, family: Family, dialect: Dialect, policy: Policy, se
     what = place.role.value.replace("_", " ") + (f", {spared}" if wish is not None else "")
     if scaled is None:
         return step("copy", f"{what}, {info.dtype} in the source", (info.spec,))
+    if policy.rest == "fp8" and (place.role in PLAIN_ROLES or module.rpartition(".")[2] in EMBEDDINGS):
+        return step("dequantize", f"{what}, FP8 in the source; engines read it as a plain weight", (_bf16(info),))
     if policy.rest == "fp8":
         return step("keep_fp8", f"{what}, FP8, --rest fp8", _kept_fp8(module, scaled))
     return step("dequantize", f"{what}, FP8 in the source", (_bf16(info),))
@@ -177,44 +187,53 @@ def _check_groups(packed: list[Step], group_size: int) -> None:
     )
 
 
-PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # engines load both as one matrix: one scheme for both
+FUSED = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj"))  # engines load each as one matrix
 
 
-def _check_fused_pairs(steps: list[Step]) -> None:
-    actions = {step.module: step for step in steps if len(step.weight.shape) == 2}
-    for module, step in actions.items():
+def _check_fused(steps: list[Step]) -> None:
+    linears = {step.module: step for step in steps if len(step.weight.shape) == 2}
+    for module, step in linears.items():
         parent, _, part = module.rpartition(".")
-        for first, second in PAIRS:
-            other = actions.get(f"{parent}.{second}")
-            if part == first and other is not None and other.action != step.action:
+        for members in FUSED:
+            if part not in members:
+                continue
+            other = next((o for m in members if (o := linears.get(f"{parent}.{m}")) and _form(o) != _form(step)), None)
+            if other is not None:
                 raise KizamiError(
-                    f"{first} is to be {_word(step)} and {second} {_word(other)}; "
-                    "engines fuse the two and need one scheme for both",
+                    f"{part} is to be {_form(step)} and {other.module.rpartition('.')[2]} {_form(other)}; "
+                    f"engines fuse {', '.join(members)} and need one scheme for all of them",
                     code="fused_pair_split",
                     tensor=parent,
-                    hint=f"let --ignore or --targets match both, e.g. ({first}|{second})",
+                    hint=f"let --ignore or --targets match all, e.g. ({'|'.join(members)})"
+                    if "packed" in (_form(step), _form(other))
+                    else "the source has only some of them in FP8: use --rest bf16",
                 )
 
 
-def _word(step: Step) -> str:
-    return "packed" if step.action == "quantize" else "left unpacked"
+def _form(step: Step) -> str:
+    return {"quantize": "packed", "keep_fp8": "kept in FP8", "drop": "dropped"}.get(step.action, "left unpacked")
 
 
 def warn(steps: list[Step], policy: Policy) -> Iterator[str]:
     """What is allowed, but hardly meant; one line per kind."""
     modules = [step.module for step in steps if step.weight.name.endswith(".weight") and len(step.weight.shape) == 2]
-    for pattern in policy.ignore:
-        if not any(_matches(pattern, module) for module in modules):
-            yield f"--ignore {pattern} matches no module: nothing is left out because of it"
+    for option, patterns in (("ignore", policy.ignore), ("targets", policy.targets)):
+        for pattern in patterns:
+            if not any(_matches(pattern, module) for module in modules):
+                effect = "left out" if option == "ignore" else "packed"
+                yield f"--{option} {pattern} matches no module: nothing is {effect} because of it"
     yield from _partly_packed_layers(steps)
-    plain = [
-        step
-        for step in steps
-        if step.action == "quantize" and (step.place.part in UNLOADABLE_PACKED or step.place.role is Role.ROUTER)
-    ]
-    if plain:
-        parts = ", ".join(sorted({step.place.part for step in plain}))
-        yield f"{len(plain)} packed modules ({parts}) are such that SGLang reads as plain weights: it cannot load INT4"
+    packed = [step for step in steps if step.action == "quantize"]
+    for engine, plain in (
+        ("SGLang", [s for s in packed if s.place.part in UNLOADABLE_PACKED or s.place.role is Role.ROUTER]),
+        ("vLLM", [s for s in packed if s.place.role is Role.HEAD]),
+    ):
+        if plain:
+            parts = ", ".join(sorted({step.place.part for step in plain}))
+            yield (
+                f"{len(plain)} packed modules ({parts}) are such that {engine} reads as plain weights: "
+                "it cannot load INT4"
+            )
     fused = [s.module for s in steps if s.action == "copy" and len(s.weight.shape) == 3 and _is_expert(s)]
     if fused:
         yield f"{len(fused)} tensors (e.g. {fused[0]}) hold all experts of a layer in 3-D; they are copied, not packed"

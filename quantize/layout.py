@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+from kizami.formats.errors import KizamiError
 from kizami.formats.header import encode_header
 from kizami.formats.tensors import TensorSpec
 from kizami.formats.writer import PT_METADATA, aligned_order
 from kizami.quantize.plan import Shard, Step
+
+MAX_FILES = 99_999  # their numbers have five digits
 
 
 def cut_into_shards(steps: Sequence[Step], max_shard_bytes: int) -> tuple[Shard, ...]:
@@ -15,11 +18,17 @@ def cut_into_shards(steps: Sequence[Step], max_shard_bytes: int) -> tuple[Shard,
     for step in steps:
         if not step.outputs:
             continue
-        if not groups or size + step.nbytes > max_shard_bytes:
+        if not groups or (size and step.nbytes and size + step.nbytes > max_shard_bytes):  # no file of empty tensors
             groups.append([])
             size = 0
         groups[-1].append(step)
         size += step.nbytes
+    if len(groups) > MAX_FILES:
+        raise KizamiError(
+            f"the output would have {len(groups):,} files, expected at most {MAX_FILES:,}",
+            code="too_many_files",
+            hint="use a larger --max-shard-size",
+        )
     return tuple(_shard(number, len(groups), group) for number, group in enumerate(groups, 1))
 
 

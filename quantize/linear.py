@@ -91,6 +91,7 @@ def quantize_linear(
     grid = None
     if scale is not None and block is not None:
         grid, block = _grid(weight, scale, block, 0)
+        grid = grid + np.float32(0)  # -0.0 scales to zeros, too, but the kernels order magnitudes by their bits
     bands: _Codes | _Values
     if grid is not None and block is not None and (block[1] % group_size == 0 or block[1] >= columns):
         bands = _Codes(weight, grid, block, band)
