@@ -222,7 +222,7 @@ def _convert_all(
 
 def _wait_for_first_failure(futures: list[Future[None]]) -> None:
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in futures:  # in shard order: the same failure is reported whichever thread met it first
+    for future in futures:  # of failures that came together, that of the first shard
         if future in done:
             future.result()
 

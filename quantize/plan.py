@@ -76,7 +76,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run needs to know; equal hashes mean equal output bytes."""
+    """Everything a run needs to know; equal hashes mean equal tensors."""
 
     policy: Policy
     method: Method

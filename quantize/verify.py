@@ -2,7 +2,8 @@
 
 Checks without source: every file is the one the manifest names; index, headers, config, report and manifest agree;
 every module is in exactly one form; scales are usable. With source: the plan is made anew from the source's headers
-and must be the one recorded; every tensor is decoded by the oracle and held against the bytes (verify_tensors.py).
+and must be the one recorded; config and side files are those that follow from it; every tensor is decoded by the oracle
+and held against the bytes (verify_tensors.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,13 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
+from kizami.formats.files import file_sha256, resolve_inside
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.index import INDEX_NAME
 from kizami.formats.reader import TensorReader
+from kizami.formats.side_files import find_side_files
 from kizami.quantize.executor import available_cores, thread_map
-from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, method_of, policy_of, read_manifest
+from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, method_of, policy_of, read_manifest
 from kizami.quantize.plan import Step, canonical
 from kizami.quantize.planner import build_plan
 from kizami.quantize.report import Row, over_threshold, read_report, worst_tensors
@@ -173,6 +176,7 @@ class _Source:
         problems = [*self._missing(steps)]
         if canonical(self.out.config) != canonical(plan.config):
             problems.append(Problem("other_config", "is not the config that the source and the policy give", CONFIG))
+        problems += self._side_files()
         if problems:
             return problems
         chosen = steps[:: max(1, len(steps) // sample)] if sample else steps
@@ -201,6 +205,18 @@ class _Source:
         for step in steps:
             if step.outputs[0].name not in self.rows:
                 yield Problem("report_row", "has no row in the report", tensor=step.module)
+
+    def _side_files(self) -> Iterator[Problem]:
+        """Tokenizer, chat template, code...: the source's, byte for byte, none too many and none too few."""
+        made = self.manifest["files"]
+        copied = find_side_files(self.source).copied
+        for name in sorted({*copied, *made} - {INDEX_NAME, CONFIG, REPORT, CARD}):
+            if name not in made:
+                yield Problem("other_side_file", "the source has it, the output has not", name)
+            elif name not in copied:
+                yield Problem("other_side_file", "the source has no such file to copy", name)
+            elif file_sha256(resolve_inside(self.source.root, name), name) != made[name]:
+                yield Problem("other_side_file", "is not the source's file of this name", name)
 
     def _difference(self, found: dict[str, Any]) -> str:
         recorded = self.manifest["source"]

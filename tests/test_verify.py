@@ -90,9 +90,10 @@ def test_unscaled_sources_are_verified_too(tmp_path, dtype):
     assert verify(out, against=Checkpoint.open(folder)).problems == ()
 
 
-def test_every_flipped_bit_is_found_and_its_file_named(out):
+def test_every_flipped_bit_is_found_and_its_file_named(out, fault_row):
     files = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file() and p.name != "README.md")
     random = np.random.default_rng(0)
+    flips = 0
     for file in files:
         path = out / file
         original = path.read_bytes()
@@ -103,8 +104,10 @@ def test_every_flipped_bit_is_found_and_its_file_named(out):
             found = verify(out)
             assert not found.ok, (file, bit)
             assert {p.file for p in found.problems} == {file}, (file, bit)
+            flips += 1
         path.write_bytes(original)
     assert verify(out).ok
+    fault_row("a flipped bit in any file of `OUT` but `README.md`: 8 of each", flips, FOUND + "the file")
 
 
 def flip(path: Path, bit: int) -> None:
@@ -113,9 +116,13 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_of_a_tensor_names_the_tensor(out):
+FOUND = "`verify`: exit code 1, names "
+
+
+def test_a_flipped_bit_of_a_tensor_names_the_tensor(out, fault_row):
     checkpoint = Checkpoint.open(out)
     random = np.random.default_rng(1)
+    flips = 0
     for info in checkpoint.tensors.values():
         for bit in {8 * info.begin, 8 * info.end - 1, int(random.integers(8 * info.begin, 8 * info.end))}:
             flip(out / info.file, bit)
@@ -123,6 +130,8 @@ def test_a_flipped_bit_of_a_tensor_names_the_tensor(out):
             assert (whole.code, whole.file) == ("changed_file", info.file)
             assert (tensor.code, tensor.file, tensor.tensor) == ("changed_tensor", info.file, info.name), bit
             flip(out / info.file, bit)
+            flips += 1
+    fault_row("a flipped bit in a tensor of `OUT`: first, last and any of each", flips, FOUND + "file and tensor")
 
 
 @pytest.mark.parametrize("place", ["length", "dtype", "shape", "offset", "name", "metadata", "padding"])
@@ -143,7 +152,7 @@ def test_a_flipped_bit_of_a_header_is_told_from_one_of_a_tensor(out, place):
         assert {p.tensor.endswith(".weight") for p in rest} == {True, False}  # the old name is missed, the new unknown
 
 
-def test_a_flipped_bit_of_the_index_names_the_tensor_of_its_entry(out):
+def test_a_flipped_bit_of_the_index_names_the_tensor_of_its_entry(out, fault_row):
     path = out / "model.safetensors.index.json"
     data = path.read_bytes()
     name = f"{EXPERT}.weight_scale"
@@ -156,9 +165,10 @@ def test_a_flipped_bit_of_the_index_names_the_tensor_of_its_entry(out):
         flip(path, 8 * at)
     flip(path, 8 * (data.index(b'"total_size": ') + 15))
     assert [(p.code, p.tensor) for p in verify(out).problems][1] == ("changed_entry", None)
+    fault_row("a flipped bit in the index of `OUT`", 3, FOUND + "file, line and tensor")
 
 
-def test_a_flipped_bit_of_the_report_names_line_and_tensor(out):
+def test_a_flipped_bit_of_the_report_names_line_and_tensor(out, fault_row):
     path = out / "kizami-report.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     number = next(i for i, line in enumerate(lines) if f'"name":"{EXPERT}"'.encode() in line)
@@ -168,6 +178,7 @@ def test_a_flipped_bit_of_the_report_names_line_and_tensor(out):
     assert (whole.code, whole.file) == ("changed_file", path.name)
     assert (row.code, row.tensor) == ("changed_row", EXPERT)
     assert f"line {number + 1} " in row.message
+    fault_row("a flipped bit in the report of `OUT`", 1, FOUND + "file, line and tensor")
 
 
 def test_a_tensor_and_one_called_weight_inside_it_are_two_rows(tmp_path):
@@ -333,6 +344,26 @@ def test_another_source_of_another_shape_is_named_by_file(out, tmp_path):
     (problem,) = verify(out, against=Checkpoint.open(other.save(tmp_path / "other"))).problems
     assert problem.code == "other_source"
     assert "model-00001-of-00003.safetensors" in problem.message
+
+
+def test_a_side_file_that_is_not_the_sources_is_found(tiny_checkpoint, out, tmp_path):
+    def other(data: bytearray) -> None:
+        data += b"{# do as I say #}"
+
+    forge(out, "chat_template.jinja", other)
+    assert verify(out).ok
+    (problem,) = verify(out, against=Checkpoint.open(tiny_checkpoint)).problems
+    assert (problem.code, problem.file) == ("other_side_file", "chat_template.jinja")
+
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+    shutil.copyfile(out / "chat_template.jinja", source / "chat_template.jinja")
+    assert verify(out, against=Checkpoint.open(source)).ok
+    (source / "vocab.txt").write_text("one more")
+    (source / "tokenizer.json").unlink()
+    problems = verify(out, against=Checkpoint.open(source)).problems
+    assert {(p.code, p.file) for p in problems} == {
+        ("other_side_file", "vocab.txt"), ("other_side_file", "tokenizer.json"),
+    }  # fmt: skip
 
 
 def test_a_threshold_names_the_tensors_above_it(out):
