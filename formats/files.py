@@ -5,6 +5,7 @@ import hashlib
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kizami.formats.errors import KizamiError
@@ -149,13 +150,15 @@ def read_exactly(fd: int, begin: int, nbytes: int, file: str) -> bytes:
 _HASH_CHUNK = 8 << 20
 
 
-def file_sha256(path: Path, file: str) -> str:
-    """SHA-256 of a regular file. KizamiError "io_error", "missing_file", "not_a_file"."""
+def file_sha256(path: Path, file: str, stopped: Callable[[], bool] = lambda: False) -> str:
+    """SHA-256 of a regular file. KizamiError "io_error", "missing_file", "not_a_file"; "stopped" once `stopped()`."""
     digest = hashlib.sha256()
     fd = open_regular(path, file)
     try:
         while chunk := os.read(fd, _HASH_CHUNK):
             digest.update(chunk)
+            if stopped():
+                raise KizamiError("was not read to its end", code="stopped", file=file)
     except OSError as e:
         raise io_error("cannot read", e, file) from e
     finally:

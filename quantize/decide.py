@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import Dialect, ScaledWeight
-from kizami.formats.errors import KizamiError
+from kizami.formats.errors import KizamiError, printable
 from kizami.formats.families import EMBEDDINGS, Family, Place, Role
 from kizami.formats.int4_layout import packed_specs
 from kizami.formats.patterns import runs_away
@@ -58,9 +58,9 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
     except (re.error, OverflowError, RecursionError) as e:
         problem = e
     raise KizamiError(
-        f"pattern {pattern!r} is not a regular expression that can be used: {problem}",
+        f"pattern {printable(pattern, 200)} cannot be used: {problem}",
         code="bad_pattern",
-        hint="write an exact module name, or re: and a Python regular expression",
+        hint="write an exact module name, or re: and a Python regular expression with no * or + after a group",
     )
 
 

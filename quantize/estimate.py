@@ -8,7 +8,7 @@ from kizami.quantize.settings import MethodName
 # Bytes of source weights per second on one core of an AMD EPYC, reading and writing included.
 PACK_RATES: dict[MethodName, float] = {"search": 300e6, "minmax": 450e6, "signed": 450e6}
 MOVE_RATE = 400e6  # decoded to BF16, copied or kept: bound by memory and disk
-BASE_BYTES = 200 << 20  # interpreter, numpy, numba, compiled kernels, write buffers
+BASE_BYTES = 236 << 20  # interpreter, numpy, numba, compiled kernels, write buffers
 WORKER_BYTES = 4 << 20  # a band of rows, and what is kept of it
 OUTPUTS = 1.3  # packed tensors in memory per worker: one in work, and those that wait to be written (measured: 1.2)
 SURVEY = 1 / 16  # of a packed tensor's weights: two bytes per 32 of them

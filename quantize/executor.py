@@ -73,14 +73,15 @@ def in_thread(work: Callable[[Event], R]) -> R:
     return result
 
 
-def thread_map(workers: int, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """work(item) for every item, results in the order of `items`. The first exception ends it."""
+def thread_map(workers: int, work: Callable[[T, Event], R], items: Sequence[T]) -> Iterator[R]:
+    """work(item, stop) for every item, results in the order of `items`. The first exception ends it. Work that takes
+    long ends soon, with whatever result, when `stop` is set."""
 
     def mapped(stop: Event) -> Iterator[R]:
         def unless_stopped(item: T) -> R:
             if stop.is_set():
                 raise Stopped
-            return work(item)
+            return work(item, stop)
 
         with ThreadPoolExecutor(workers) as pool:
             try:

@@ -120,7 +120,8 @@ def _parts_fit(manifest: dict[str, Any]) -> bool:
     shards = [shard if isinstance(shard, dict) else {} for shard in manifest["shards"]]
     strings = [*manifest["files"].values(), *manifest["warnings"]]
     strings += [shard.get(key) for shard in shards for key in ("file", "sha256")]
-    counts = [*manifest["counts"].values(), *(output.get(key) for key in ("bytes", "file_bytes", "tensors"))]
+    counts = [shard.get("bytes") for shard in shards]
+    counts += [*manifest["counts"].values(), *(output.get(key) for key in ("bytes", "file_bytes", "tensors"))]
     return (
         all(isinstance(value, str) for value in strings)
         and all(type(value) is int and 0 <= value < 2**63 for value in [*counts, policy.get("max_shard_bytes")])

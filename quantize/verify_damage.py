@@ -46,7 +46,8 @@ def _in_shard(out: Path, file: str, expected: Mapping[str, str]) -> Iterator[Pro
     try:
         header = read_header(out / file, file)
     except KizamiError as e:
-        yield Problem(e.code, f"its header is damaged: {e.message}", file, e.tensor)
+        message = e.message if e.code == "wrong_size" else f"its header is damaged: {e.message}"
+        yield Problem(e.code, message, file, e.tensor)
         return
     changed = list(_changed_tensors(out / file, {info.name: info for info in header.tensors}, expected))
     for name, message in changed:

@@ -108,7 +108,7 @@ def test_a_run_whose_every_shard_fails_ends(
 
 def test_work_is_done_in_a_thread_of_its_own() -> None:
     assert in_thread(lambda stop: current_thread()) is not main_thread()
-    assert list(thread_map(2, compute, [1, 2, 3])) == [1, 4, 9]
+    assert list(thread_map(2, lambda item, _: compute(item), [1, 2, 3])) == [1, 4, 9]
     with pytest.raises(Broken):
         in_thread(lambda stop: compute(5))
 
@@ -127,7 +127,7 @@ def test_who_stops_asking_stops_the_work() -> None:
     assert ended.is_set()
     seen: list[int] = []
 
-    def slow(item: int) -> None:
+    def slow(item: int, _: Event) -> None:
         time.sleep(0.001)
         seen.append(item)
 

@@ -1,23 +1,24 @@
 """verify finds what is not as it must be, in any file, and names file and tensor."""
 
-import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import make_cases
 import numpy as np
 import pytest
+from forging import forge, forge_rows
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.strict_json import dump_json
+from kizami.quantize import reference
 from kizami.quantize.manifest import self_hash
 from kizami.quantize.pipeline import run
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Method, Policy
 from kizami.quantize.verify import verify
+from kizami.quantize.verify_tensors import error_sums
 
 DEFAULT = Policy()
 SEARCH = Method()
@@ -38,22 +39,6 @@ def converted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 def out(converted: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(converted, tmp_path / "out"))
-
-
-def forge(out: Path, file: str, change: Callable[[bytearray], None]) -> None:
-    """Changes a file and makes the manifest agree, as someone would who wants to deceive a hash check."""
-    data = bytearray((out / file).read_bytes())
-    change(data)
-    (out / file).write_bytes(data)
-    manifest = json.loads((out / "kizami.json").read_bytes())
-    digest = hashlib.sha256(data).hexdigest()
-    for shard in manifest["shards"]:
-        if shard["file"] == file:
-            shard["sha256"] = digest
-    if file in manifest["files"]:
-        manifest["files"][file] = digest
-    manifest["self_sha256"] = self_hash(manifest)
-    (out / "kizami.json").write_bytes(dump_json(manifest))
 
 
 @pytest.mark.parametrize(
@@ -316,14 +301,12 @@ def test_config_rules_that_do_not_say_what_the_tensors_are_are_found(out):
 
 
 def test_an_error_figure_that_was_made_smaller_is_found(tiny_checkpoint, out):
-    def improve(data: bytearray) -> None:
-        rows = [json.loads(line) for line in bytes(data).splitlines()]
+    def improve(rows: list[dict]) -> None:
         for row in rows:
             if row["name"] == EXPERT:
                 row["rel_error"] /= 2
-        data[:] = "".join(json.dumps(row) + "\n" for row in rows).encode()
 
-    forge(out, "kizami-report.jsonl", improve)
+    forge_rows(out, improve)
     (problem,) = verify(out, against=Checkpoint.open(tiny_checkpoint)).problems
     assert (problem.code, problem.tensor) == ("report_row", EXPERT)
 
@@ -364,6 +347,26 @@ def test_a_side_file_that_is_not_the_sources_is_found(tiny_checkpoint, out, tmp_
     assert {(p.code, p.file) for p in problems} == {
         ("other_side_file", "vocab.txt"), ("other_side_file", "tokenizer.json"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_the_error_that_verify_measures_is_the_oracles(group_size):
+    random = np.random.default_rng(3)
+    w = random.standard_t(3, (64, 512)).astype(np.float32)
+    w[5, :128], w[7] = 0, 1.0
+    steps = reference.from_bf16(
+        reference.to_bf16(random.uniform(-0.4, 0.4, (64, 512 // group_size)).astype(np.float32))
+    )
+    w[9, 0] = 7.5 * steps[9, 0]  # the last that is not clipped
+    codes = reference.nearest_codes(w, steps, group_size)
+    found, energy = error_sums(w, codes, steps, group_size)
+    expected = reference.error_sums(w, codes, steps, group_size)
+    assert expected["clipped"] > 100
+    assert expected["zero_groups"] > 0
+    for name, value in expected.items():
+        if not name.startswith("top_"):
+            assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
+    assert energy.sum() == pytest.approx(found.sum_e2)
 
 
 def test_a_threshold_names_the_tensors_above_it(out):

@@ -1,14 +1,16 @@
 """Coverage-guided fuzzing of the readers of untrusted bytes, with what must hold for every input.
 
-    python -m venv .venv-fuzz && .venv-fuzz/bin/pip install -e . atheris     (CPython 3.11 to 3.13)
-    .venv-fuzz/bin/python tests/fuzz/fuzz_readers.py header -dict=tests/fuzz/json.dict tests/fuzz/corpus/header
-    .venv-fuzz/bin/python tests/fuzz/fuzz_readers.py index -dict=tests/fuzz/json.dict tests/fuzz/corpus/index
-    .venv-fuzz/bin/python tests/fuzz/fuzz_readers.py json -dict=tests/fuzz/json.dict tests/fuzz/corpus/index
+    python -m venv .venv-fuzz && . .venv-fuzz/bin/activate && pip install -e . atheris     (CPython 3.11 to 3.13)
+    cd tests/fuzz && FOUND=$(mktemp -d) && mkdir $FOUND/header $FOUND/index
+    python fuzz_readers.py header -dict=json.dict $FOUND/header corpus/header
+    python fuzz_readers.py index -dict=json.dict $FOUND/index corpus/index
+    python fuzz_readers.py json -dict=json.dict $FOUND/index corpus/index
 
-What follows the target's name goes to libFuzzer: -max_total_time=600 stops after ten minutes. test_fuzz.py runs the
-corpus in every test run, without atheris. A third command copies into it what reaches lines that nothing there reaches:
+What follows the target's name goes to libFuzzer, which writes new inputs to the first folder; -max_total_time=600 stops
+after ten minutes. test_fuzz.py runs the corpus in every test run, without atheris. This adds to the corpus what
+reaches lines that nothing there reaches:
 
-    .venv-fuzz/bin/python tests/fuzz/fuzz_readers.py header --keep FOUND tests/fuzz/corpus/header
+    python fuzz_readers.py header --keep $FOUND/header corpus/header
 
 A header target's input is a file if it begins with anything but a brace; else it is the JSON of a header, and the
 length before it and as many bytes of data as it claims are put around it: no fuzzer finds these numbers by luck.
