@@ -1,6 +1,7 @@
 """verify finds what is not as it must be, in any file, and names file and tensor."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from forging import forge, forge_rows
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
+from kizami.formats.files import file_sha256
 from kizami.formats.strict_json import dump_json
 from kizami.quantize import reference
 from kizami.quantize.manifest import self_hash
@@ -221,6 +223,14 @@ def test_a_changed_side_file_leaves_the_weights_checked(out):
     found = verify(out)
     assert [(p.code, p.file) for p in found.problems] == [("changed_file", "tokenizer.json")]
     assert set(found.checked) == {"structure", "scales"}
+
+
+def test_hashing_a_large_file_ends_when_it_is_stopped(tmp_path):
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 1 << 40)
+    with pytest.raises(KizamiError, match="not read to its end"):
+        file_sha256(tmp_path / "large", "large", lambda: True)
+    os.truncate(tmp_path / "large", 0)
 
 
 def test_missing_and_strange_files_are_named(out):
