@@ -10,7 +10,7 @@ import typer
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
-from kizami.cli.stop import STOP, Stopped
+from kizami.cli.stop import STOP
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def convert(
     if tp is not None:
         refuse_uneven_split(plan, tp)
     if dry_run:
-        _show_dry_run(ui, plan, out, tp)
+        _show_dry_run(ui, plan, checkpoint, out, tp)
         return
     body = run_convert(ui, plan, checkpoint, out, workers=workers, restart=restart)
     over = exceeding(out, max_rel_error)
@@ -88,25 +88,27 @@ def refuse_uneven_split(plan: "Plan", tp: int) -> None:
         )
 
 
-def _show_dry_run(ui: Ui, plan: "Plan", out: Path, tp: int | None) -> None:
+def _show_dry_run(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", out: Path, tp: int | None) -> None:
     from kizami.cli.plan import plan_body, show_plan, size_line
-    from kizami.formats.files import what_is_there
+    from kizami.formats.side_files import find_side_files, side_file_bytes
+    from kizami.quantize.finish import find_published
+    from kizami.quantize.place import check_place, needed_bytes
 
+    if find_published(plan, checkpoint, out) is None:
+        check_place(checkpoint, out)
     body = plan_body(plan, tp)
     free = free_bytes(out)
-    taken = what_is_there(out)
-    fits = free >= plan.output.file_bytes
+    fits = free >= needed_bytes(plan, plan.shards, side_file_bytes(checkpoint, find_side_files(checkpoint).copied))
     if ui.json:
         ui.emit(
             "convert",
-            body
-            | {"dry_run": True, "out": str(out), "out_exists": taken is not None, "free_bytes": free, "fits": fits},
+            body | {"dry_run": True, "out": str(out), "free_bytes": free, "fits": fits},
         )
         return
     show_plan(ui, plan, tp, body, last=False)
     ui.say(f"free    {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
     ui.result(f"{size_line(plan)} (dry run: nothing was written)")
-    ui.warn([*plan.warnings, *([f"{out} {taken}: convert will refuse it"] if taken else [])])
+    ui.warn(plan.warnings)
 
 
 def free_bytes(out: Path) -> int:
@@ -132,7 +134,6 @@ def run_convert(
 
     from kizami.cli.watch import Watch
     from kizami.formats.side_files import find_side_files
-    from kizami.quantize.finish import complete_published
     from kizami.quantize.manifest import MANIFEST
 
     with STOP.held():
@@ -150,15 +151,10 @@ def run_convert(
         return f"interrupted: {again}; {watch.done} of {watch.of} shards are done"
 
     STOP.say = interrupted
-    try:
-        with watch:
-            with STOP.held():
-                warm_up(plan.method, plan.policy.group_size)
-            run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
-    except Stopped:
-        if not before and (out / MANIFEST).exists():
-            complete_published(plan, out)  # removes what is left of the journal
-        raise
+    with watch:
+        with STOP.held():
+            warm_up(plan.method, plan.policy.group_size)
+        run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
     STOP.complete = str(out)
     return convert_body(plan, out, time.monotonic() - started) | {
         "side_files": {

@@ -59,6 +59,12 @@ def _classify(error: BaseException, words: list[str]) -> tuple[int, KizamiError]
     if isinstance(error, MemoryError):
         hint = "use fewer --workers: memory is the largest tensor times the workers"
         return REFUSED, KizamiError(f"out of memory {error}".rstrip(), code="out_of_memory", hint=hint)
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # _threadmodule.c: EAGAIN, ENOMEM
+        return REFUSED, KizamiError(
+            "the system allows no more threads, or has no memory for one",
+            code="no_threads",
+            hint="use fewer --workers, or raise the limit (ulimit -u, ulimit -v, the container's pids limit)",
+        )
     if isinstance(error, OSError):
         return REFUSED, _io(error, words)
     if (refusal := _numba_settings(error)) is not None:

@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +129,14 @@ def _file_reason(ckpt: Checkpoint, name: str, base: str) -> str | None:
     except OSError as e:
         raise io_error("cannot look up", e, name) from e
     return None if size <= MAX_SIDE_FILE_BYTES else f"{size} bytes, more than {MAX_SIDE_FILE_BYTES}"
+
+
+def side_file_bytes(ckpt: Checkpoint, names: Iterable[str]) -> int:
+    """Of `SideFiles.copied`, together. KizamiError as `copy_side_file`."""
+    try:
+        return sum(resolve_inside(ckpt.root, name).stat().st_size for name in names)
+    except OSError as e:
+        raise io_error("cannot look up", e, str(ckpt.root)) from e
 
 
 def copy_side_file(ckpt: Checkpoint, name: str, out: Path) -> str:

@@ -1,8 +1,10 @@
 """Everything beside the weights, then OUT.partial becomes OUT."""
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,15 +12,27 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import all_files, io_error, open_regular, read_exactly, resolve_inside
+from kizami.formats.files import file_sha256, io_error, open_regular, read_exactly, resolve_inside
+from kizami.formats.fingerprint import sample_contents
 from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.model_card import render_card
-from kizami.formats.side_files import copy_side_file
+from kizami.formats.side_files import copy_side_file, find_side_files
 from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
 from kizami.quantize.card import card_facts, hub_origin
-from kizami.quantize.journal import FOLDER, JOURNAL_FILE, Journal
+from kizami.quantize.journal import (
+    FOLDER,
+    JOURNAL,
+    JOURNAL_FILE,
+    Journal,
+    identity_of,
+    is_identity,
+    is_regular,
+    read_journal,
+    source_mtimes,
+)
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, read_manifest
+from kizami.quantize.place import check_no_strangers, written_files
 from kizami.quantize.plan import Plan
 from kizami.quantize.report import Row
 
@@ -56,7 +70,7 @@ def finish(
     shards = [{"file": r.file, "bytes": r.nbytes, "sha256": r.sha256} for r in records]
     manifest = build_manifest(plan, shards, files, negative, source_contents, hub_origin(checkpoint.root))
     write_file_durably(partial / MANIFEST, dump_json(manifest))
-    _check_no_strangers(partial, {MANIFEST, *files, *(r.file for r in records)})
+    check_no_strangers(partial, written_files(plan, side_files), finished=True)
     _publish(partial, out)
     return manifest
 
@@ -69,14 +83,16 @@ def _lines(path: Path) -> Iterator[str]:
 def _check_shards_are_there(partial: Path, journal: Journal, plan: Plan) -> None:
     """They were right when they were recorded; a cheap look tells that nobody has removed or cut one since."""
     for shard in plan.shards:
-        record, path = journal.done[shard.number], partial / shard.file
-        if not path.is_file() or path.stat().st_size != record.nbytes:
-            raise KizamiError(
-                "was finished, and is gone or has another size now",
-                code="shard_lost",
-                file=f"{partial.name}/{shard.file}",
-                hint="run the same command again: it is written anew",
-            )
+        record, rows = journal.done[shard.number], journal.rows_path(shard.number)
+        with suppress(FileNotFoundError):
+            if is_regular(partial / shard.file, record.nbytes) and is_regular(rows):
+                continue
+        raise KizamiError(
+            "was finished, and is gone or another file now (or its report rows are)",
+            code="shard_lost",
+            file=f"{partial.name}/{shard.file}",
+            hint="run the same command again: it is written anew",
+        )
 
 
 def _card(plan: Plan, checkpoint: Checkpoint, rows: list[Row], negative: bool) -> str:
@@ -98,56 +114,91 @@ def _source_card(root: Path) -> str | None:
         os.close(fd)
 
 
-def _check_no_strangers(partial: Path, ours: set[str]) -> None:
-    """Files that someone else put into OUT.partial would be published as ours."""
-    found = set(all_files(partial))
-    strange = sorted(name for name in found - ours if not _is_journals(name))
-    if strange:
-        raise KizamiError(
-            f"holds {len(strange)} files that kizami did not write there: {', '.join(strange[:3])}",
-            code="strange_file",
-            file=partial.name,
-            hint="move them away and run the same command again; the finished shards are kept",
-        )
-
-
-def _is_journals(name: str) -> bool:
-    folder, _, file = name.partition("/")
-    return folder == FOLDER and JOURNAL_FILE.fullmatch(file) is not None
-
-
 def _publish(partial: Path, out: Path) -> None:
     """One rename makes OUT appear, complete. Until then the journal is there, and a rerun only repeats the finish."""
     fsync_folder(partial)
-    os.rename(partial, out)
-    _settle(out)
+    try:
+        os.rename(partial, out)
+        _settle(out)
+    except OSError as e:
+        if e.errno != errno.EBUSY:
+            raise
+        hint = "see what is mounted on OUT or OUT.partial; then the same command again only repeats the rename"
+        raise io_error(f"is complete, but cannot become {out.name}", e, partial.name, hint) from e
+    except KizamiError:
+        raise
+    except BaseException:  # a signal, of which there is one: what is left to do is short
+        if (out / FOLDER).is_dir() and not os.path.lexists(partial):
+            _settle(out)
+        raise
 
 
 def _settle(out: Path) -> None:
-    """Makes OUT's name durable and removes its journal, also where another run of the same plan is doing that."""
+    """Makes OUT's name durable and removes its journal, also where another run of the same plan is doing that. The
+    journal's own file goes last: as long as other files are there, it tells whose they are."""
+    folder = out / FOLDER
     try:
         fsync_folder(out.absolute().parent)
         with suppress(FileNotFoundError):
-            for path in sorted((out / FOLDER).iterdir()):
-                path.unlink(missing_ok=True)
-            (out / FOLDER).rmdir()
+            names = [name for name in os.listdir(folder) if JOURNAL_FILE.fullmatch(name)]
+            for name in sorted(names, key=lambda name: (name == JOURNAL, name == "lock", name)):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
         fsync_folder(out)
     except OSError as e:
         hint = f"{out.name} is complete; the same command again removes what is left of the journal"
         raise io_error("cannot remove the journal", e, f"{out.name}/{FOLDER}", hint) from e
 
 
-def complete_published(plan: Plan, out: Path) -> dict[str, Any] | None:
-    """The manifest if a run of this plan was killed between the rename and the end of the journal's removal, which is
+def complete_published(plan: Plan, checkpoint: Checkpoint, out: Path) -> dict[str, Any] | None:
+    """The manifest if a run of this job was killed between the rename and the end of the journal's removal, which is
     then all that was left to do; else None."""
-    folder = out / FOLDER
-    if out.is_symlink() or folder.is_symlink() or not folder.is_dir():
-        return None
-    try:
-        manifest = read_manifest(out)
-    except KizamiError:
-        return None
-    if manifest["plan_hash"] != plan.hash:
-        return None
-    _settle(out)
+    manifest = find_published(plan, checkpoint, out)
+    if manifest is not None:
+        _settle(out)
     return manifest
+
+
+def find_published(plan: Plan, checkpoint: Checkpoint, out: Path) -> dict[str, Any] | None:
+    """As `complete_published`, and changes nothing. Like a resume it builds on bytes: OUT is hashed."""
+    folder = out / FOLDER
+    try:
+        if not all(stat.S_ISDIR(path.lstat().st_mode) for path in (out, folder)):
+            return None
+        if not all(JOURNAL_FILE.fullmatch(path.name) and is_regular(path) for path in folder.iterdir()):
+            return None
+        contents = sample_contents(checkpoint)
+        manifest = read_manifest(out)
+        if (manifest["plan_hash"], manifest["source_contents"]) != (plan.hash, contents):
+            return None
+        whole = _is_this_jobs(folder / JOURNAL, plan, checkpoint, contents) and _is_whole(
+            manifest, plan, checkpoint, out
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except KizamiError as e:
+        if e.code == "io_error":
+            raise
+        return None
+    return manifest if whole else None
+
+
+def _is_this_jobs(path: Path, plan: Plan, checkpoint: Checkpoint, contents: dict[str, str]) -> bool:
+    """What the journal says, if it is still there: it is the last of its files to go."""
+    if (found := read_journal(path)) is None:
+        return True
+    identity, done = found
+    mtimes = {number: record.source_mtimes for number, record in done.items()}
+    now = {shard.number: source_mtimes(shard, checkpoint) for shard in plan.shards}
+    return is_identity(identity, identity_of(plan, contents)) and mtimes == now
+
+
+def _is_whole(manifest: dict[str, Any], plan: Plan, checkpoint: Checkpoint, out: Path) -> bool:
+    """Whether OUT's files are those of the manifest, and the side files among them still those of the source."""
+    side_files = find_side_files(checkpoint).copied
+    hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | manifest["files"]
+    if {*hashes, MANIFEST} != written_files(plan, side_files):
+        return False
+    return all(file_sha256(resolve_inside(checkpoint.root, name), name) == hashes[name] for name in side_files) and all(
+        is_regular(out / name) and file_sha256(out / name, name) == wanted for name, wanted in hashes.items()
+    )

@@ -10,19 +10,23 @@ import hashlib
 import json
 import os
 import re
+import stat
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kizami.formats.errors import KizamiError
-from kizami.formats.files import file_sha256, io_error
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError, printable
+from kizami.formats.files import file_sha256, io_error, kind_of
 from kizami.formats.writer import fsync_folder, make_folders_durably, write_file_durably
-from kizami.quantize.plan import canonical
+from kizami.quantize.plan import Plan, Shard, canonical
 from kizami.quantize.report import Row, encode_row
 
 FOLDER = ".kizami"
 JOURNAL = "journal.jsonl"
+VALUE_SHOWN = 60  # letters of a setting in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,17 @@ class ShardRecord:
     sha256: str
     rows_sha256: str  # of the shard's report rows
     source_mtimes: dict[str, int]  # modification times, in ns, of the source files it was made from
+
+
+def identity_of(plan: Plan, source_contents: dict[str, str]) -> dict[str, Any]:
+    """The journal's first line: what a resumed run must share with the run it resumes."""
+    return plan.identity | {"plan_hash": plan.hash, "source_contents": source_contents}
+
+
+def source_mtimes(shard: Shard, checkpoint: Checkpoint) -> dict[str, int]:
+    weights = [step.weight for step in shard.steps]
+    scales = [step.scaled.scale for step in shard.steps if step.scaled is not None]
+    return {info.file: checkpoint.headers[info.file].mtime_ns for info in (*weights, *scales)}
 
 
 class Journal:
@@ -62,13 +77,17 @@ class Journal:
             fsync_folder(partial)  # without the folders' names nothing in them would survive a power cut
             fsync_folder(partial.absolute().parent)
             path = folder / JOURNAL
+            data = _read_own(path)
             if restart:
                 _clear(partial)
-            if restart or not path.exists():
-                write_file_durably(path, (canonical({"identity": identity}) + "\n").encode())
-            lines = _complete_lines(path)
-            _check_identity(lines[0].get("identity") if lines else None, identity, partial)
-            done = {record.number: record for record in (_record(line, path) for line in lines[1:])}
+            if restart or data is None:
+                data = (canonical({"identity": identity}) + "\n").encode()
+                write_file_durably(path, data)
+            found, done = _parse(data, path)
+            _check_identity(found, identity, partial)
+            whole = data.rfind(b"\n") + 1
+            if whole != len(data):  # a kill in the middle of an append: that line never happened
+                os.truncate(path, whole)
         except BaseException:
             os.close(lock)
             raise
@@ -104,7 +123,8 @@ class Journal:
         try:
             shard, rows = self.partial / record.file, self.rows_path(record.number)
             return (
-                shard.stat().st_size == record.nbytes
+                is_regular(shard, record.nbytes)
+                and is_regular(rows)
                 and file_sha256(rows, rows.name) == record.rows_sha256
                 and file_sha256(shard, record.file) == record.sha256
             )
@@ -116,7 +136,7 @@ class Journal:
 
 
 def _append(path: Path, line: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         while line:
             line = line[os.write(fd, line) :]
@@ -169,7 +189,8 @@ def _not_locked(error: OSError, partial: Path) -> KizamiError:
 
 OUTPUT_FILE = re.compile(r"\.?model-\d{5}-of-\d{5}\.safetensors(\.tmp)?")
 KEPT = ("lock", JOURNAL)
-JOURNAL_FILE = re.compile(r"lock|journal\.jsonl|rows-\d{5}\.jsonl|\..*\.tmp")
+JOURNAL_FILE = re.compile(r"lock|journal\.jsonl|rows-\d{5}\.jsonl|\.(journal|rows-\d{5})\.jsonl\.tmp")
+_FIRST = b'{"identity":'  # what `canonical` makes of the first line
 
 
 def _clear(partial: Path) -> None:
@@ -182,14 +203,61 @@ def _clear(partial: Path) -> None:
         fsync_folder(folder)
 
 
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """A kill in the middle of an append leaves a last line without its end: it never happened, and is cut off."""
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) != len(data):
-        os.truncate(path, len(whole))
+def is_regular(path: Path, nbytes: int | None = None) -> bool:
+    """Whether `path` is a regular file, of that size; a link is none: what it leads to is not in OUT. OSError."""
+    found = path.lstat()
+    return stat.S_ISREG(found.st_mode) and nbytes in (None, found.st_size)
+
+
+def is_journal(path: Path) -> bool | None:
+    """Whether `path` is a file that begins as every journal does; None if nothing is there."""
+    try:
+        begin = _read_own(path, len(_FIRST)) if is_regular(path) else b""
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None if begin is None else begin == _FIRST
+
+
+def read_journal(path: Path) -> tuple[Any, dict[int, ShardRecord]] | None:
+    """Identity and records; None if there is no journal. Changes nothing. KizamiError as `Journal.open`."""
+    data = _read_own(path)
+    return None if data is None else _parse(data, path)
+
+
+def _read_own(path: Path, limit: int = sys.maxsize) -> bytes | None:
+    """The bytes of a file that kizami wrote, `limit` of them at most; None if there is none. Neither a link's target,
+    which a stranger may own, nor a pipe, which may never end: KizamiError "out_exists"."""
+    try:
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            raise KizamiError(
+                f"is {kind_of(mode)}, not the file that kizami writes",
+                code="out_exists",
+                file=f"{path.parent.parent.name}/{FOLDER}/{path.name}",
+                hint="move it away",
+            )
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    data = bytearray()
+    try:
+        while len(data) < limit and (more := os.read(fd, min(1 << 20, limit - len(data)))):
+            data += more
+    finally:
+        os.close(fd)
+    return bytes(data)
+
+
+def _parse(data: bytes, path: Path) -> tuple[Any, dict[int, ShardRecord]]:
+    """The identity, None if the first line has none, and the last record of each shard. Half a last line is none."""
+    lines = _complete_lines(data, path)
+    found = lines[0].get("identity") if lines else None
+    return found, {record.number: record for record in (_record(line, path) for line in lines[1:])}
+
+
+def _complete_lines(data: bytes, path: Path) -> list[dict[str, Any]]:
     lines = []
-    for raw in whole.splitlines():
+    for raw in data[: data.rfind(b"\n") + 1].splitlines():
         try:
             line = json.loads(raw)
         except (ValueError, RecursionError):
@@ -221,8 +289,12 @@ def _damaged(path: Path) -> KizamiError:
     )
 
 
+def is_identity(found: Any, wanted: dict[str, Any]) -> bool:
+    return bool(found == json.loads(canonical(wanted)))
+
+
 def _check_identity(found: Any, wanted: dict[str, Any], partial: Path) -> None:
-    if found == json.loads(canonical(wanted)):
+    if is_identity(found, wanted):
         return
     changes = "; ".join(_differences(found if isinstance(found, dict) else {}, wanted))
     raise KizamiError(
@@ -241,6 +313,7 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
         if isinstance(then, dict) and isinstance(now, dict):
             lines += _differences(then, now, f"{prefix}{key}.")
         elif then != now:
-            lines.append(f"{prefix}{key}: {then} then, {now} now")
+            then, now = (printable(str(value), VALUE_SHOWN) for value in (then, now))
+            lines.append(f"{prefix}{printable(str(key), VALUE_SHOWN)}: {then} then, {now} now")
     causes = [line for line in lines if not line.startswith("plan_hash: ")]  # the hash only follows from them
     return (causes or lines)[:5]

@@ -1,12 +1,9 @@
 """Runs a plan: OUT.partial, journal, executor, finish. The same bytes whatever the worker count or interruptions."""
 
-import os
 import shutil
-import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, Semaphore
@@ -14,21 +11,19 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import kind_of, what_is_there
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
-from kizami.formats.side_files import find_side_files
+from kizami.formats.side_files import find_side_files, side_file_bytes
 from kizami.formats.writer import make_folders_durably
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.executor import available_cores, in_thread
 from kizami.quantize.finish import complete_published, finish
-from kizami.quantize.journal import FOLDER, JOURNAL, Journal, ShardRecord
+from kizami.quantize.journal import Journal, ShardRecord, identity_of, source_mtimes
 from kizami.quantize.linear import warm_up
+from kizami.quantize.place import check_no_strangers, check_place, check_still_absent, needed_bytes, written_files
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.tensor import Piece
-
-ROW_BYTES = 1000  # a report line, generously; for the free-space check
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +67,20 @@ def run(
 
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """
-    if (published := complete_published(plan, out)) is not None:
+    if (published := complete_published(plan, checkpoint, out)) is not None:
         on_event(Started(len(plan.shards), len(plan.shards), ()))
         return published
-    partial = prepare_folders(checkpoint.root, out)
+    partial = check_place(checkpoint, out)
+    make_folders_durably(partial)
     contents = sample_contents(checkpoint)
     side_files = find_side_files(checkpoint).copied
-    identity = plan.identity | {"plan_hash": plan.hash, "source_contents": contents}
-    journal = Journal.open(partial, identity, restart=restart)
+    journal = Journal.open(partial, identity_of(plan, contents), restart=restart)
     try:
-        _check_still_absent(out, partial)
+        check_still_absent(out, partial)
+        check_no_strangers(partial, written_files(plan, side_files), finished=False)
         rewritten, outdated = _recheck(journal, plan, checkpoint)
         todo = [shard for shard in plan.shards if shard.number not in journal.done]
-        _check_free_space(plan, todo, partial)
+        _check_free_space(needed_bytes(plan, todo, side_file_bytes(checkpoint, side_files)), partial)
         resumed = sum(_source_bytes(shard) for shard in plan.shards if shard.number in journal.done)
         on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed, outdated))
         if any(step.action == "quantize" for shard in todo for step in shard.steps):
@@ -102,63 +98,11 @@ def _source_bytes(shard: Shard) -> int:
     return sum(step.weight.nbytes for step in shard.steps)
 
 
-def prepare_folders(source: Path, out: Path) -> Path:
-    """Checks OUT and gives OUT.partial. The source is never written to, and nothing of a stranger is removed."""
-    if out.name in ("", ".."):  # OUT.partial lies beside it
-        raise KizamiError(
-            "is a place, not the name of a new folder", code="bad_out", file=str(out), hint="give OUT a name"
-        )
-    if (there := what_is_there(out)) is not None:
-        raise KizamiError(
-            f"{there}; kizami writes complete new folders only",
-            code="out_exists",
-            file=str(out),
-            hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
-        )
-    inside, root = (Path(os.path.realpath(path)) for path in (out, source))  # resolve() raises on link loops
-    if inside.is_relative_to(root) or root.is_relative_to(inside):
-        raise KizamiError("OUT and SRC are one folder or lie in each other", code="out_in_source", file=str(out))
-    partial = out.with_name(out.name + ".partial")
-    with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
-        _check_partial(partial)
-    make_folders_durably(partial)
-    return partial
-
-
-def _check_partial(partial: Path) -> None:
-    mode = partial.lstat().st_mode
-    if not stat.S_ISDIR(mode):
-        raise KizamiError(
-            f"is {kind_of(mode)}, and kizami keeps its unfinished work in a folder of this name",
-            code="out_exists",
-            file=str(partial),
-            hint="remove it, or choose another OUT",
-        )
-    ours = (partial / FOLDER / JOURNAL).is_file()
-    if any(path.name != FOLDER for path in partial.iterdir()) and not ours:
-        raise KizamiError(
-            "is not empty and has no journal of kizami",
-            code="out_exists",
-            file=str(partial),
-            hint="move it away; kizami keeps its unfinished work under this name",
-        )
-
-
-def _check_still_absent(out: Path, partial: Path) -> None:
-    """Another run may have finished between the first look and the lock; its lock file went with its folder."""
-    if out.exists() and any(out.iterdir()):
-        for path in (partial / FOLDER).iterdir() if (partial / FOLDER).is_dir() else ():
-            path.unlink()
-        (partial / FOLDER).rmdir()
-        partial.rmdir()
-        raise KizamiError("another kizami has just finished it", code="out_exists", file=str(out))
-
-
 def _recheck(journal: Journal, plan: Plan, checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Finished shards are hashed again: a resume builds on bytes, not on names. A shard made before one of its source
     files was modified would mix two models: it is made anew, like a target of `make`. Returns changed ones, older ones.
     """
-    mtimes = {shard.number: _source_mtimes(shard, checkpoint) for shard in plan.shards}
+    mtimes = {shard.number: source_mtimes(shard, checkpoint) for shard in plan.shards}
     outdated = [record for record in journal.done.values() if record.source_mtimes != mtimes.get(record.number)]
     changed = [record for record in journal.done.values() if record not in outdated and not journal.is_whole(record)]
     for record in (*outdated, *changed):
@@ -166,14 +110,7 @@ def _recheck(journal: Journal, plan: Plan, checkpoint: Checkpoint) -> tuple[tupl
     return tuple(record.file for record in changed), tuple(record.file for record in outdated)
 
 
-def _source_mtimes(shard: Shard, checkpoint: Checkpoint) -> dict[str, int]:
-    weights = [step.weight for step in shard.steps]
-    scales = [step.scaled.scale for step in shard.steps if step.scaled is not None]
-    return {info.file: checkpoint.headers[info.file].mtime_ns for info in (*weights, *scales)}
-
-
-def _check_free_space(plan: Plan, todo: list[Shard], partial: Path) -> None:
-    need = sum(shard.file_nbytes + ROW_BYTES * len(shard.steps) for shard in todo)
+def _check_free_space(need: int, partial: Path) -> None:
     free = shutil.disk_usage(partial).free
     if free < need:
         raise KizamiError(
@@ -242,7 +179,7 @@ class _Record:
         assert finished.nbytes == shard.file_nbytes, (finished.nbytes, shard.file_nbytes)
         with self._lock:
             rows_sha256 = self._journal.write_rows(shard.number, finished.rows)
-            mtimes = _source_mtimes(shard, self._checkpoint)
+            mtimes = source_mtimes(shard, self._checkpoint)
             record = ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256, rows_sha256, mtimes)
             self._journal.append(record)
             self._on_event(ShardDone(shard, finished.rows, seconds, len(self._journal.done), self._of))

@@ -1,0 +1,177 @@
+"""Where a conversion may work: OUT, OUT.partial beside it, and nothing of anybody else's in either. Makes nothing."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.formats.files import check_encoding, io_error, kind_of, what_is_there
+from kizami.formats.index import INDEX_NAME
+from kizami.quantize.journal import FOLDER, JOURNAL, JOURNAL_FILE, KEPT, is_journal
+from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT
+from kizami.quantize.plan import Plan, Shard
+
+ROW_BYTES = 1000  # a report line, generously
+STRANGERS_SHOWN = 3
+
+
+def check_place(checkpoint: Checkpoint, out: Path) -> Path:
+    """Checks OUT and gives OUT.partial. The source is never written to, and nothing of a stranger is removed."""
+    if out.name in ("", ".."):  # OUT.partial lies beside it
+        raise KizamiError(
+            "is a place, not the name of a new folder", code="bad_out", file=str(out), hint="give OUT a name"
+        )
+    if (there := what_is_there(out)) is not None:
+        raise KizamiError(
+            f"{there}; kizami writes complete new folders only",
+            code="out_exists",
+            file=str(out),
+            hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
+        )
+    partial = out.with_name(out.name + ".partial")
+    for place in (out, partial):
+        _check_apart(checkpoint, place)
+        if os.path.ismount(place):  # everything would go to another disk, and OUT.partial could not be renamed
+            raise KizamiError(
+                "is where another disk is mounted, and OUT must appear there by a rename",
+                code="bad_out",
+                file=str(place),
+                hint=f"name a new folder inside it, as {place / 'model'}",
+            )
+    around = next((folder for folder in Path(os.path.realpath(out)).parents if (folder / MANIFEST).is_file()), None)
+    if around is not None:
+        raise KizamiError(
+            f"lies in {around}, an output of kizami, which would not verify any more",
+            code="bad_out",
+            file=str(out),
+            hint="write it elsewhere",
+        )
+    with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
+        _check_partial(partial)
+    return partial
+
+
+def _check_apart(checkpoint: Checkpoint, place: Path) -> None:
+    """By device and inode, which sees through links, bind mounts and letters whose case does not count. A source's
+    files may be links: the folders that they lie in count as the source, too."""
+    real = Path(os.path.realpath(place))  # resolve() raises on link loops
+    sources = {Path(os.path.realpath(checkpoint.path(file))).parent for file in checkpoint.headers}
+    sources.add(Path(os.path.realpath(checkpoint.root)))
+    around = {_identity(path) for source in sources for path in (source, *source.parents)} - {None}
+    above = {_identity(path) for path in real.parents} - {None}
+    if _identity(real) in around or above & {_identity(source) for source in sources}:
+        raise KizamiError(
+            "OUT (or OUT.partial, where the work is done) and SRC are one folder or lie in each other",
+            code="out_in_source",
+            file=str(place),
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError as e:
+        if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+    return found.st_dev, found.st_ino
+
+
+def _check_partial(partial: Path) -> None:
+    mode = partial.lstat().st_mode
+    if not stat.S_ISDIR(mode):
+        raise KizamiError(
+            f"is {kind_of(mode)}, and kizami keeps its unfinished work in a folder of this name",
+            code="out_exists",
+            file=str(partial),
+            hint="remove it, or choose another OUT",
+        )
+    found = is_journal(partial / FOLDER / JOURNAL)
+    if found is False or (found is None and set(os.listdir(partial)) - {FOLDER}):
+        what = (
+            "is not empty and has no journal of kizami"
+            if found is None
+            else f"{FOLDER}/{JOURNAL} in it is not kizami's"
+        )
+        raise KizamiError(
+            what,
+            code="out_exists",
+            file=str(partial),
+            hint="move it away; kizami keeps its unfinished work under this name",
+        )
+
+
+def check_still_absent(out: Path, partial: Path) -> None:
+    """Another run may have finished between the first look and the lock; its folder went with its name, and the one
+    that is there now is new. Nothing but that is taken away."""
+    if out.exists() and any(out.iterdir()):
+        with suppress(FileNotFoundError):
+            if os.listdir(partial) == [FOLDER] and {*os.listdir(partial / FOLDER)} <= {"lock", JOURNAL}:
+                for name in ("lock", JOURNAL):
+                    (partial / FOLDER / name).unlink(missing_ok=True)
+                (partial / FOLDER).rmdir()
+                partial.rmdir()
+        raise KizamiError("another kizami has just finished it", code="out_exists", file=str(out))
+
+
+def written_files(plan: Plan, side_files: Iterable[str]) -> set[str]:
+    """Everything that OUT has in the end."""
+    return {*(shard.file for shard in plan.shards), INDEX_NAME, CONFIG, REPORT, CARD, MANIFEST, *side_files}
+
+
+def check_no_strangers(partial: Path, ours: set[str], *, finished: bool) -> None:
+    """What someone else put into OUT.partial would be published as ours, empty folders too. Not `finished`: temporaries
+    may be there, and links in place of files, which are written anew."""
+    temporaries = set() if finished else {_temporary(name) for name in ours}
+    strange = _strangers(partial, ours | temporaries, finished)
+    if strange:
+        shown = ", ".join(strange[:STRANGERS_SHOWN])
+        raise KizamiError(
+            f"holds {len(strange)} files or folders that kizami did not write there: {shown}",
+            code="strange_file",
+            file=partial.name,
+            hint="move them away and run the same command again; the finished shards are kept",
+        )
+
+
+def _temporary(name: str) -> str:
+    """As `AtomicFile` names it."""
+    folder, slash, base = name.rpartition("/")
+    return f"{folder}{slash}.{base}.tmp"
+
+
+def _strangers(partial: Path, ours: set[str], finished: bool) -> list[str]:
+    """Sorted names; a folder has a final slash, and is not looked into."""
+    folders = {f"{FOLDER}/", *(name[: i + 1] for name in ours for i, letter in enumerate(name) if letter == "/")}
+    strange: list[str] = []
+    waiting = [""]
+    while waiting:
+        at = waiting.pop()
+        try:
+            with os.scandir(partial / at) as entries:
+                for entry in entries:
+                    name = at + entry.name
+                    check_encoding(name)
+                    if entry.is_dir(follow_symlinks=False):
+                        (waiting if f"{name}/" in folders else strange).append(f"{name}/")
+                    elif at == f"{FOLDER}/":
+                        whole = entry.is_file(follow_symlinks=False)
+                        if not JOURNAL_FILE.fullmatch(entry.name) or not (
+                            whole or (not finished and entry.name not in KEPT)
+                        ):
+                            strange.append(name)
+                    elif name not in ours or (finished and not entry.is_file(follow_symlinks=False)):
+                        strange.append(name)
+        except OSError as e:
+            raise io_error("cannot list", e, at.rstrip("/").rpartition("/")[2] or partial.name) from e
+    return sorted(strange)
+
+
+def needed_bytes(plan: Plan, todo: Iterable[Shard], side_bytes: int) -> int:
+    """What is still to be written. Rows count twice: those of every shard lie beside the report until OUT is there."""
+    shards = sum(shard.file_nbytes + ROW_BYTES * len(shard.steps) for shard in todo)
+    return shards + ROW_BYTES * sum(len(shard.steps) for shard in plan.shards) + side_bytes
