@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kizami.formats.errors import KizamiError
+from kizami.formats.files import resolve_inside
 from kizami.formats.strict_json import dump_json, read_json_object
 from kizami.quantize.plan import Plan, canonical
 from kizami.quantize.settings import GROUP_SIZES, Method, MethodName, Policy, ScaleSign
@@ -79,6 +80,7 @@ def read_manifest(out: Path) -> dict[str, Any]:
             file=MANIFEST,
             hint=f"{out.name} is not a folder that kizami convert finished",
         )
+    path = resolve_inside(out, MANIFEST)
     manifest = read_json_object(path, MANIFEST, limit=MAX_MANIFEST_BYTES, marks=MAX_MANIFEST_MARKS)
     if manifest.get("schema") != SCHEMA:
         raise KizamiError(f"schema {manifest.get('schema')!r}; expected {SCHEMA!r}", code="bad_manifest", file=MANIFEST)
