@@ -173,15 +173,21 @@ def all_files(folder: Path) -> list[str]:
     waiting = [""]
     while waiting:  # os.walk calls itself for each level in Python 3.11, and a stranger's folder may have thousands
         at = waiting.pop()
-        try:
-            with os.scandir(folder / at) as entries:
-                for entry in entries:
-                    name = at + entry.name
-                    check_encoding(name)
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(f"{name}/")
-                    else:
-                        names.append(name)
-        except OSError as e:
-            raise io_error("cannot list", e, at.rstrip("/").rpartition("/")[2] or folder.name) from e
+        for entry in listed(folder, at):
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(f"{at}{entry.name}/")
+            else:
+                names.append(at + entry.name)
     return sorted(names)
+
+
+def listed(folder: Path, at: str = "") -> list[os.DirEntry[str]]:
+    """What is in the folder `at`, "" or with a final slash, of `folder`. KizamiError "io_error", "bad_environment"."""
+    try:
+        with os.scandir(folder / at) as entries:
+            found = list(entries)
+    except OSError as e:
+        raise io_error("cannot list", e, at.rstrip("/") or str(folder)) from e
+    for entry in found:
+        check_encoding(at + entry.name)
+    return found

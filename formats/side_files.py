@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kizami.formats.checkpoint import CONFIG_NAME, Checkpoint
 from kizami.formats.errors import KizamiError, printable
-from kizami.formats.files import check_encoding, has_control, io_error, open_regular, resolve_inside
+from kizami.formats.files import has_control, io_error, listed, open_regular, resolve_inside
 from kizami.formats.writer import AtomicFile, fsync_folder
 
 # Published repositories have at most some 60 files beside the weights, at most 3 folders deep.
@@ -69,15 +69,9 @@ def find_side_files(ckpt: Checkpoint) -> SideFiles:
 
 def _walk(ckpt: Checkpoint, folder: str, depth: int) -> Iterator[tuple[str, str | None]]:
     """(name, reason to leave it or None) of all files below `folder`, which is "" or ends in "/"."""
-    try:
-        with os.scandir(ckpt.root / folder) as entries:
-            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    except OSError as e:
-        raise io_error("cannot list", e, folder or str(ckpt.root)) from e
-    for base, is_folder in found:
-        name = folder + base
-        check_encoding(name)
-        reason = _name_reason(base)
+    for entry in listed(ckpt.root, folder):
+        base, is_folder = entry.name, entry.is_dir(follow_symlinks=False)
+        name, reason = folder + base, _name_reason(base)
         if is_folder and not folder and _OURS.fullmatch(base):
             reason = "a folder with the name of a file that kizami writes"
         if not is_folder:

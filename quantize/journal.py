@@ -147,7 +147,7 @@ def _append(path: Path, line: bytes) -> None:
 
 def _lock(folder: Path, partial: Path) -> int:
     """A descriptor of `folder`/lock, which holds the lock as long as it is open. Another run that finishes meanwhile
-    takes the folder away; it is made again, and `pipeline._check_still_absent` tells."""
+    takes the folder away; it is made again, and `place.check_still_absent` tells."""
     path = folder / "lock"
     for more in reversed(range(10)):
         try:
@@ -195,7 +195,7 @@ _FIRST = b'{"identity":'  # what `canonical` makes of the first line
 
 def _clear(partial: Path) -> None:
     """Shards and rows go; the journal stays until a new one takes its place, because it marks the folder as ours. What
-    a stranger may have put there stays, and `finish` will name it."""
+    a stranger may have put there stays, and `place.check_no_strangers` names it."""
     for folder, ours in ((partial, OUTPUT_FILE), (partial / FOLDER, JOURNAL_FILE)):
         for path in sorted(folder.iterdir()):
             if ours.fullmatch(path.name) and path.name not in KEPT and (path.is_symlink() or path.is_file()):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import check_encoding, io_error, kind_of, what_is_there
+from kizami.formats.files import kind_of, listed, what_is_there
 from kizami.formats.index import INDEX_NAME
 from kizami.quantize.journal import FOLDER, JOURNAL, JOURNAL_FILE, KEPT, is_journal
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT
@@ -151,23 +151,17 @@ def _strangers(partial: Path, ours: set[str], finished: bool) -> list[str]:
     waiting = [""]
     while waiting:
         at = waiting.pop()
-        try:
-            with os.scandir(partial / at) as entries:
-                for entry in entries:
-                    name = at + entry.name
-                    check_encoding(name)
-                    if entry.is_dir(follow_symlinks=False):
-                        (waiting if f"{name}/" in folders else strange).append(f"{name}/")
-                    elif at == f"{FOLDER}/":
-                        whole = entry.is_file(follow_symlinks=False)
-                        if not JOURNAL_FILE.fullmatch(entry.name) or not (
-                            whole or (not finished and entry.name not in KEPT)
-                        ):
-                            strange.append(name)
-                    elif name not in ours or (finished and not entry.is_file(follow_symlinks=False)):
-                        strange.append(name)
-        except OSError as e:
-            raise io_error("cannot list", e, at.rstrip("/").rpartition("/")[2] or partial.name) from e
+        for entry in listed(partial, at):
+            name = at + entry.name
+            is_file = entry.is_file(follow_symlinks=False)
+            if entry.is_dir(follow_symlinks=False):
+                (waiting if f"{name}/" in folders else strange).append(f"{name}/")
+            elif at == f"{FOLDER}/":
+                becomes_file = is_file or (not finished and entry.name not in KEPT)
+                if not (becomes_file and JOURNAL_FILE.fullmatch(entry.name)):
+                    strange.append(name)
+            elif name not in ours or (finished and not is_file):
+                strange.append(name)
     return sorted(strange)
 
 

@@ -59,11 +59,16 @@ def _row_crc32(row: Row) -> str:
 
 
 def read_report(out: Path) -> list[Row]:
-    """The rows of a finished output, in file order. Raises KizamiError naming the line that is not a row."""
+    """The rows of a finished output, in file order. KizamiError names the line that is not a row, or not as it was
+    written."""
     rows: list[Row] = []
-    for number, _, row in _lines(out):
+    for number, line, row in _lines(out):
         if row is None or not _is_row(row):
             raise KizamiError(f"line {number} is not a report row", code="bad_report", file=REPORT)
+        if not _is_whole(line, row):
+            raise KizamiError(
+                f"line {number} is not as it was written", code="bad_report", file=REPORT, tensor=row["name"]
+            )
         rows.append(row)
     return rows
 

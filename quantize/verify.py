@@ -72,14 +72,15 @@ def verify(
     problems, notes = check_files(out, manifest, workers)
     changed = [problem.file for problem in problems if problem.code == "changed_file" and problem.file]
     problems += locate_damage(out, changed, [shard["file"] for shard in manifest["shards"]])
+    rows: list[Row] = []
     try:
-        contents = _check_contents(out, manifest, problems, against, sample, workers, on_progress)
+        rows = read_report(out)
+        contents = _check_contents(out, manifest, rows, problems, against, sample, workers, on_progress)
     except KizamiError as e:  # a file that differs need not be readable
         contents = Verification((_problem(e),), skipped=(STRUCTURE, SCALES, *([SOURCE] if against else [])))
-    rows = _rows_or_none(out)
-    if max_rel_error is not None and rows is not None:
+    if max_rel_error is not None:
         problems += [_too_large(row, max_rel_error) for row in over_threshold(rows, max_rel_error)]
-    worst = worst_tensors(rows or [], 1)
+    worst = worst_tensors(rows, 1)
     return replace(
         contents,
         problems=(*problems, *(p for p in contents.problems if p not in problems)),
@@ -93,6 +94,7 @@ def verify(
 def _check_contents(
     out: Path,
     manifest: dict[str, Any],
+    rows: Sequence[Row],
     file_problems: Sequence[Problem],
     against: Checkpoint | None,
     sample: int | None,
@@ -104,7 +106,6 @@ def _check_contents(
     needed = {INDEX_NAME, CONFIG, REPORT, *(shard["file"] for shard in manifest["shards"])}
     if differing & needed and against is None:
         return Verification((), skipped=(STRUCTURE, SCALES))
-    rows = read_report(out)
     checkpoint = Checkpoint.open(out)
     packed = packed_modules(checkpoint)
     problems = [*check_structure(checkpoint, manifest, rows, packed)]
@@ -121,14 +122,6 @@ def _check_contents(
         notes = found.notes
         checked[SOURCE] = found.tensors
     return Verification(tuple(problems), checked, notes=notes, tensors=len(checkpoint.tensors))
-
-
-def _rows_or_none(out: Path) -> list[Row] | None:
-    """None where the report cannot be read; `_check_contents` or the hashes have said so."""
-    try:
-        return read_report(out)
-    except KizamiError:
-        return None
 
 
 def _problem(e: KizamiError) -> Problem:

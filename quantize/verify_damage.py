@@ -62,22 +62,24 @@ def _changed_tensors(
     """(name, what is wrong with it)."""
     for name in sorted(expected.keys() - found.keys()):
         yield name, "its header has no such tensor any more"
+    for name, value in tensor_crc32s(path, found.values()):
+        if name not in expected:
+            yield name, f"{REPORT} knows no such tensor"
+        elif (now := f"{value:08x}") != expected[name]:
+            yield name, f"its bytes have CRC-32 {now}; {REPORT} says {expected[name]}"
+
+
+def tensor_crc32s(path: Path, tensors: Iterable[TensorInfo]) -> Iterator[tuple[str, int]]:
+    """Name and CRC-32 of each of `tensors`, which lie in the file at `path`."""
     fd = open_regular(path, path.name)
     try:
-        for name, info in found.items():
-            if name not in expected:
-                yield name, f"{REPORT} knows no such tensor"
-            elif (now := _crc32(fd, info)) != expected[name]:
-                yield name, f"its bytes have CRC-32 {now}; {REPORT} says {expected[name]}"
+        for info in tensors:
+            value = 0
+            for begin in range(info.begin, info.end, CHUNK_BYTES):
+                value = zlib.crc32(read_exactly(fd, begin, min(CHUNK_BYTES, info.end - begin), info.file), value)
+            yield info.name, value
     finally:
         os.close(fd)
-
-
-def _crc32(fd: int, info: TensorInfo) -> str:
-    value = 0
-    for begin in range(info.begin, info.end, CHUNK_BYTES):
-        value = zlib.crc32(read_exactly(fd, begin, min(CHUNK_BYTES, info.end - begin), info.file), value)
-    return f"{value:08x}"
 
 
 def _in_index(out: Path, shards: Sequence[str]) -> Iterator[Problem]:

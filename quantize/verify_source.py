@@ -29,12 +29,13 @@ from kizami.quantize.plan import Plan, Shard, Step, canonical
 from kizami.quantize.planner import build_plan
 from kizami.quantize.report import ROW_CRC32, Row
 from kizami.quantize.shard import report_row
+from kizami.quantize.verify_damage import tensor_crc32s
 from kizami.quantize.verify_files import Problem
-from kizami.quantize.verify_tensors import Fault, check_step, tensor_crc32
+from kizami.quantize.verify_tensors import Fault, check_step
 
 # Sums of up to 1e8 float64 terms in two orders differ by less; the figures are ratios and roots of such sums.
 FIGURE_TOLERANCE = 1e-8
-NOT_RECOMPUTED = ("sqnr_top_db", ROW_CRC32)  # verify_structure holds the second against the row's bytes
+NOT_RECOMPUTED = ("sqnr_top_db", ROW_CRC32)  # read_report holds the second against the row's bytes
 
 
 @dataclass(slots=True)
@@ -180,7 +181,7 @@ def _compare(
             faults, sums = check_step(step, theirs, ours, out.tensors, plan.policy, plan.method)
             if faults:
                 return faults
-            crc32 = {spec.name: tensor_crc32(ours, out.tensors[spec.name]) for spec in step.outputs}
+            crc32 = dict(tensor_crc32s(out.path(shard.file), [out.tensors[spec.name] for spec in step.outputs]))
             return list(_row_faults(row, report_row(plan, shard, step, sums, crc32)))
 
         for (shard, step, _), faults in zip(chosen, thread_map(workers, check, chosen), strict=True):

@@ -1,6 +1,5 @@
 """One tensor of the output held against its source, with the oracle's arithmetic and none of the run's."""
 
-import zlib
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -17,6 +16,7 @@ from kizami.quantize.settings import Method, Policy
 
 BAND_WEIGHTS = 1 << 17  # the oracle works in float64: 1 MB per array and band
 COPY_BYTES = 8 << 20
+NO_TOP = np.float32(np.inf)  # the largest 0.1 % of a tensor are not known band by band
 MOST_ERROR = 1.5  # of half a step everywhere; found at most: 0.88, for groups made to round badly
 
 Fault = tuple[str, str]  # code, message
@@ -58,13 +58,6 @@ def check_step(
     return faults, None
 
 
-def tensor_crc32(reader: TensorReader, info: TensorInfo) -> int:
-    value = 0
-    for first in range(0, info.nbytes, COPY_BYTES):
-        value = zlib.crc32(reader.read(info, first=first, nbytes=min(COPY_BYTES, info.nbytes - first)).data, value)
-    return value
-
-
 def _check_copied(info: TensorInfo, copy: TensorInfo, source: TensorReader, out: TensorReader) -> Iterator[Fault]:
     for first in range(0, info.nbytes, COPY_BYTES):
         count = min(COPY_BYTES, info.nbytes - first)
@@ -95,13 +88,10 @@ def _check_packed(
         scales = _rows(out, tensors[f"{step.module}.{WEIGHT_SCALE}"], first, rows).view("<u2").reshape(rows, -1)
         codes = reference.unpack(words)
         steps = reference.from_bf16(scales)
-        measured, energy = error_sums(w, codes, steps, group_size)
         fault = check_codes(w, codes, steps, group_size, method)
-        if fault is None and method.name == "search" and (energy > _most_error(w, group_size)).any():
-            fault = "a group is rounded worse than with the scale max|W| / 7"
         if fault is not None:
             return [("bad_codes", f"rows {first} to {first + rows - 1}: {fault}")], sums
-        sums += measured
+        sums += ErrorSums(**reference.error_sums(w, codes, steps, group_size, NO_TOP))
     return [], sums
 
 
@@ -123,35 +113,13 @@ def check_codes(
     zero = ~w.reshape(len(w), -1, group_size).any(axis=2)
     if (steps[zero] != reference.ZERO_GROUP_SCALE).any():
         return "an all-zero group has another scale than 2^-7"
+    errors = reference.group_errors(w, codes, steps, group_size) if method.name == "search" else None
+    if errors is not None and (errors > _most_error(w, group_size)).any():
+        return "a group is rounded worse than with the scale max|W| / 7"
     kappa = method.clip_allowance
     if kappa is not None and (np.abs(reference.steps_off(w, codes, steps, group_size)) > kappa).any():
         return f"a weight is more than {kappa:g} steps from its code"
     return None
-
-
-def error_sums(
-    w: NDArray[np.float32], codes: NDArray[np.int8], steps: NDArray[np.float32], group_size: int
-) -> tuple[ErrorSums, NDArray[np.float64]]:
-    """The sums of the report, but for top_*; and the sum of squared errors of each group [n, K/g]. q*s is exact in
-    float64, and so are 7.5 s and 8.5 s in float32: s has 8 bits."""
-    groups, s = w.reshape(len(w), -1, group_size), steps[:, :, None]
-    values = codes.reshape(groups.shape) * s.astype(np.float64)
-    error = groups - values
-    energy: NDArray[np.float64] = np.einsum("ijk,ijk->ij", error, error)
-    with np.errstate(over="ignore"):
-        ends = np.float32(7.5) * s, np.float32(-8.5) * s
-    sums = ErrorSums(
-        n=w.size,
-        sum_w2=float(np.square(w, dtype=np.float64).sum()),
-        sum_e2=float(energy.sum()),
-        sum_q2=float(np.einsum("ijk,ijk->", values, values)),
-        max_abs_error=float(max(error.max(initial=0), -error.min(initial=0))),
-        clipped=int(((groups > np.maximum(*ends)) | (groups < np.minimum(*ends))).sum()),
-        groups=steps.size,
-        zero_groups=int((~groups.any(axis=2)).sum()),
-        negative_scales=int((steps < 0).sum()),
-    )
-    return sums, energy
 
 
 def _most_error(w: NDArray[np.float32], group_size: int) -> NDArray[np.float64]:

@@ -26,15 +26,14 @@ def run_here(words: list[str], folder: Path) -> int:
         return end.code if isinstance(end.code, int) else 99
 
 
-def in_child(call: Callable[[], object]) -> tuple[int, bytes]:
-    """The child's exit code (negative: a signal) and what it wrote on its streams."""
-    stream = os.memfd_create("streams")
+def _in_fork(stdout: int, stderr: int, call: Callable[[], object]) -> tuple[int, resource.struct_rusage]:
+    """The child's exit code (negative: a signal) and what it used."""
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
-            os.dup2(stream, 1)
-            os.dup2(stream, 2)
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
             code = int(call() or 0)  # type: ignore[call-overload]
         except BaseException:
             traceback.print_exc()
@@ -42,10 +41,21 @@ def in_child(call: Callable[[], object]) -> tuple[int, bytes]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    _, status = os.waitpid(pid, 0)
+    _, status, usage = os.wait4(pid, 0)
+    return os.waitstatus_to_exitcode(status), usage
+
+
+def _written(stream: int) -> bytes:
     os.lseek(stream, 0, os.SEEK_SET)
-    with open(stream, "rb") as written:
-        return os.waitstatus_to_exitcode(status), written.read()
+    with open(stream, "rb") as file:
+        return file.read()
+
+
+def in_child(call: Callable[[], object]) -> tuple[int, bytes]:
+    """The child's exit code and what it wrote on its streams."""
+    stream = os.memfd_create("streams")
+    code, _ = _in_fork(stream, stream, call)
+    return code, _written(stream)
 
 
 @dataclass(frozen=True)
@@ -64,35 +74,21 @@ def status_kib(key: str) -> int:
 
 def run(words: list[str], folder: Path) -> Ran:
     """`kizami WORDS` in `folder`, in a child of this process. Seconds are the CPU's, memory the peak of the child."""
-    streams = [os.memfd_create(name) for name in ("stdout", "stderr", "peak")]
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            signal.setitimer(signal.ITIMER_REAL, GUARD_SECONDS)
-            resource.setrlimit(resource.RLIMIT_AS, (status_kib("VmSize") * 1024 + GUARD_BYTES,) * 2)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.dup2(streams[0], 1)
-            os.dup2(streams[1], 2)
-            with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as peak:
-                peak.write("5")  # VmHWM starts anew
-            code = run_here(words, folder)
-            os.write(streams[2], str(status_kib("VmHWM")).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    _, status, usage = os.wait4(pid, 0)
-    said = []
-    for stream in streams:
-        os.lseek(stream, 0, os.SEEK_SET)
-        with open(stream, "rb") as written:
-            said.append(written.read().decode("utf-8", "surrogateescape"))
-    return Ran(
-        os.waitstatus_to_exitcode(status), said[0], said[1], usage.ru_utime + usage.ru_stime, int(said[2] or 0) / 1024
-    )
+    stdout, stderr, peak = (os.memfd_create(name) for name in ("stdout", "stderr", "peak"))
+
+    def limited() -> int:
+        signal.setitimer(signal.ITIMER_REAL, GUARD_SECONDS)
+        resource.setrlimit(resource.RLIMIT_AS, (status_kib("VmSize") * 1024 + GUARD_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as start:
+            start.write("5")  # VmHWM starts anew
+        code = run_here(words, folder)
+        os.write(peak, str(status_kib("VmHWM")).encode())
+        return code
+
+    code, usage = _in_fork(stdout, stderr, limited)
+    said = [_written(stream).decode("utf-8", "surrogateescape") for stream in (stdout, stderr, peak)]
+    return Ran(code, said[0], said[1], usage.ru_utime + usage.ru_stime, int(said[2] or 0) / 1024)
 
 
 def broken_rules(words: list[str], ran: Ran) -> Iterator[str]:

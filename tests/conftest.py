@@ -2,12 +2,13 @@
 nothing is downloaded."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import faults_table
 import make_cases
 import pytest
+from cli_fixtures import Run, in_this_process, process
 
 THE_LAST = "test_the_table_of_faults_is_that_of_this_run"
 
@@ -57,6 +58,21 @@ def generic_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process whose kernels are compiled for the least of CPUs. Kept: that takes 10 seconds."""
     kept = str(tmp_path_factory.mktemp("generic"))
     return {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": kept}
+
+
+@pytest.fixture(scope="session")
+def converted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished output of the tiny checkpoint. Read only."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    done = process("convert", tiny_checkpoint, out)
+    assert done.code == 0, done.err
+    return out
+
+
+@pytest.fixture
+def kizami(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """The command line, in this process."""
+    yield from in_this_process(capsys)
 
 
 @pytest.fixture

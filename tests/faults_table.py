@@ -57,7 +57,7 @@ def read() -> list[Row]:
     return [Row(*row[:3], row[3].strip("`")) for row in cells if row[0] != "fault"]
 
 
-def test_functions() -> list[str]:
+def functions_of_tests() -> list[str]:
     """Of all files, in order."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py"))]
     return [name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)]
@@ -66,7 +66,7 @@ def test_functions() -> list[str]:
 def merged(rows: list[Row], whole: bool) -> list[Row]:
     """What the file has to say after a run that produced `rows`. whole: no part of a test was left out, so that rows
     which a test no longer produces can go."""
-    order = test_functions()
+    order = functions_of_tests()
     ran = {row.test for row in rows}
     now = {(row.test, row.fault): row for row in rows}
     old = [row for row in read() if row.test in order and not (whole and row.test in ran)]

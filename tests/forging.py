@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,27 @@ from kizami.formats.strict_json import dump_json
 from kizami.quantize.manifest import self_hash
 from kizami.quantize.report import ROW_CRC32, encode_row
 
+MANIFEST, REPORT = "kizami.json", "kizami-report.jsonl"
+
 
 def forge_manifest(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    manifest = json.loads((out / "kizami.json").read_bytes())
+    manifest = json.loads((out / MANIFEST).read_bytes())
     change(manifest)
-    manifest["self_sha256"] = self_hash(manifest)
-    (out / "kizami.json").write_bytes(dump_json(manifest))
+    (out / MANIFEST).write_bytes(sealed(manifest))
+
+
+def sealed(manifest: dict[str, Any]) -> bytes:
+    return dump_json(manifest | {"self_sha256": self_hash(manifest)})
+
+
+def record(manifest: dict[str, Any], name: str, data: bytes) -> None:
+    """What kizami.json says of the file `name`."""
+    digest = hashlib.sha256(data).hexdigest()
+    for shard in manifest["shards"]:
+        if shard["file"] == name:
+            shard |= {"sha256": digest, "bytes": len(data)}
+    if name in manifest["files"]:
+        manifest["files"][name] = digest
 
 
 def forge(out: Path, file: str, change: Callable[[bytearray], object]) -> None:
@@ -23,16 +38,11 @@ def forge(out: Path, file: str, change: Callable[[bytearray], object]) -> None:
     data = bytearray((out / file).read_bytes())
     change(data)
     (out / file).write_bytes(data)
-    digest = hashlib.sha256(data).hexdigest()
+    forge_manifest(out, lambda manifest: record(manifest, file, bytes(data)))
 
-    def record(manifest: dict[str, Any]) -> None:
-        for shard in manifest["shards"]:
-            if shard["file"] == file:
-                shard |= {"sha256": digest, "bytes": len(data)}
-        if file in manifest["files"]:
-            manifest["files"][file] = digest
 
-    forge_manifest(out, record)
+def row_line(row: dict[str, Any]) -> bytes:
+    return encode_row({key: value for key, value in row.items() if key != ROW_CRC32})
 
 
 def forge_rows(out: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
@@ -40,9 +50,25 @@ def forge_rows(out: Path, change: Callable[[list[dict[str, Any]]], object]) -> N
 
     def rewrite(data: bytearray) -> None:
         rows = [json.loads(line) for line in bytes(data).splitlines()]
-        for row in rows:
-            del row[ROW_CRC32]
         change(rows)
-        data[:] = b"".join(encode_row(row) for row in rows)
+        data[:] = b"".join(map(row_line, rows))
 
-    forge(out, "kizami-report.jsonl", rewrite)
+    forge(out, REPORT, rewrite)
+
+
+def agreed(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files of an output with everything in them that is a checksum made right, as far as they can be read."""
+    result = dict(files)
+    if REPORT in result:
+        result[REPORT] = b"".join(map(_checked_line, result[REPORT].splitlines(keepends=True)))
+    manifest = json.loads(result[MANIFEST])
+    for name, data in result.items():
+        record(manifest, name, data)
+    return result | {MANIFEST: sealed(manifest)}
+
+
+def _checked_line(line: bytes) -> bytes:
+    try:
+        return row_line(json.loads(line))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return line

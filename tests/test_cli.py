@@ -9,31 +9,17 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import make_cases
 import pytest
-from cli_fixtures import Done, Run, files_of, in_this_process, on_terminal, process
+from cli_fixtures import Done, Run, files_of, on_terminal, process
 
 from kizami.cli import options, output
 from kizami.formats.errors import KizamiError
 
 COMMANDS = ("demo", "inspect", "plan", "convert", "verify", "report", "env")
-
-
-@pytest.fixture
-def kizami(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    yield from in_this_process(capsys)
-
-
-@pytest.fixture(scope="session")
-def converted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished output of the tiny checkpoint. Read only."""
-    out = tmp_path_factory.mktemp("converted") / "out"
-    done = process("convert", tiny_checkpoint, out)
-    assert done.code == 0, done.err
-    return out
 
 
 # --------------------------------------------------------------------------------------------------- start-up and help

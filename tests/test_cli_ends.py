@@ -9,30 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_fixtures import Run, files_of, in_this_process, process
+from cli_fixtures import Run, files_of, process
 
 from kizami.cli import target
 from kizami.cli.stop import Stop, Stopped
 from kizami.cli.streams import Guarded
 from kizami.formats.errors import KizamiError
-
-
-@pytest.fixture
-def kizami(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    yield from in_this_process(capsys)
-
-
-@pytest.fixture(scope="module")
-def converted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished output of the tiny checkpoint. Read only."""
-    out = tmp_path_factory.mktemp("converted") / "out"
-    assert process("convert", tiny_checkpoint, out, "-q").code == 0
-    return out
-
 
 # ------------------------------------------------------------------------------------------------------------- signals
 

@@ -2,29 +2,15 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import make_cases
 import pytest
-from cli_fixtures import Run, in_this_process, on_terminal, process
+from cli_fixtures import Run, on_terminal, process
 
 from kizami.cli import output, watch
 from kizami.quantize.pipeline import Progress, ShardDone, Started
-
-
-@pytest.fixture
-def kizami(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    yield from in_this_process(capsys)
-
-
-@pytest.fixture(scope="module")
-def converted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished output of the tiny checkpoint. Read only."""
-    out = tmp_path_factory.mktemp("converted") / "out"
-    assert process("convert", tiny_checkpoint, out, "-q").code == 0
-    return out
-
 
 # -------------------------------------------------------------------------------------------------------------- verify
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import time
 import tracemalloc
@@ -14,13 +13,13 @@ from typing import Any
 import mutations
 import pytest
 from case_runner import assert_refused, kizami, measure
+from forging import row_line
 
 from kizami.formats import checkpoint, index
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.families import find_family
 from kizami.quantize.planner import build_plan
-from kizami.quantize.report import ROW_CRC32, encode_row
 from kizami.quantize.settings import Method, Policy
 
 CONFIG = {"model_type": "deepseek_v3", "num_hidden_layers": 2}
@@ -146,7 +145,7 @@ def forged(good: Path, folder: Path, file: str, change: Callable[[dict[str, Any]
     value = json.loads(files[file])
     change(value)
     files[file] = json.dumps(value, indent=2).encode() + b"\n"
-    mutations.store(mutations.forge(files, random.Random(0)), folder)
+    mutations.store(mutations.forge(files), folder)
     return folder
 
 
@@ -259,17 +258,13 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def without(row: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != key}
-
-
 @pytest.mark.parametrize("key", ["layer", "shape", "crc32", "bytes", "rel_error"])
 def test_a_report_row_without_what_every_row_has_is_refused(tmp_path: Path, good: Path, key: str) -> None:
     files = mutations.load(good / "out")
     rows = [json.loads(line) for line in files["kizami-report.jsonl"].splitlines()]
     del next(row for row in rows if row["action"] == "quantize")[key]
     files["kizami-report.jsonl"] = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    mutations.store(mutations.forge(files, random.Random(0)), tmp_path / "out")
+    mutations.store(mutations.forge(files), tmp_path / "out")
     assert_refused(kizami("report", tmp_path / "out"), ["is not a report row"])
 
 
@@ -280,8 +275,8 @@ def test_a_forged_report_row_is_refused_or_shown_by_every_reader_of_it(
     files = mutations.load(good / "out")
     rows = [json.loads(line) for line in files["kizami-report.jsonl"].splitlines()]
     next(row for row in rows if row["action"] == "quantize").update(values)
-    files["kizami-report.jsonl"] = b"".join(encode_row(without(row, ROW_CRC32)) for row in rows)
-    mutations.store(mutations.forge(files, random.Random(0)), tmp_path / "out")
+    files["kizami-report.jsonl"] = b"".join(row_line(row) for row in rows)
+    mutations.store(mutations.forge(files), tmp_path / "out")
     out = tmp_path / "out"
     for words in (["report", out], ["report", out, "--json"], ["report", out, "--format", "markdown"]):
         said = kizami(*words)

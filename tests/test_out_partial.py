@@ -3,12 +3,12 @@
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import faults
 import pytest
-from cli_fixtures import Run, files_of, in_this_process
+from cli_fixtures import Run, files_of
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
@@ -26,11 +26,6 @@ JOURNAL = ".kizami/journal.jsonl"
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return faults.small().save(tmp_path / "src")
-
-
-@pytest.fixture
-def kizami(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    yield from in_this_process(capsys)
 
 
 def plan_of(source: Path) -> tuple[Checkpoint, Plan]:
@@ -387,6 +382,8 @@ def test_what_a_killed_run_leaves_is_no_stranger(source: Path, partial: Path, tm
         path.with_name(f".{path.name}.tmp").write_bytes(b"half")
     (partial / ".kizami" / ".rows-00001.jsonl.tmp").write_bytes(b"half")
     convert(source, tmp_path / "out")
+    convert(source, tmp_path / "clean")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "clean")
 
 
 # ---------------------------------------------------------------- limits of the machine
