@@ -39,7 +39,7 @@ def env_body() -> dict[str, Any]:
     return {
         "packages": {name: _version(name) for name in (*BASE, *OPTIONAL)},
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
         "cores": available_cores(),
         "kernel_cache": _kernel_cache(),

@@ -43,7 +43,7 @@ def verify(
     json: o.Json = False,
     debug: o.Debug = False,
 ) -> None:
-    """Check a finished output from its bytes; with --against, nothing that the run said is trusted.
+    """Check a finished output from its bytes; with --against, hold everything in it to the source.
 
     Hashes, structure, config rules and scales. Weights are compared only with --against: every tensor is decoded by a
     second, independent implementation and held against the source. Exit code 1 if anything is wrong.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kizami.formats.errors import KizamiError
+from kizami.formats.errors import KizamiError, printable
 from kizami.formats.foreign import (
     SCALE_SUFFIXES,
     bad_config,
@@ -124,6 +124,10 @@ def decode_scales(raw: npt.NDArray[np.uint8], scaled: ScaledWeight) -> npt.NDArr
 # ---------------------------------------------------------------------------------------------------- config
 
 
+# Safetensors' F8_E4M3 is read as e4m3fn; a config may say that other codes were put into it.
+_OTHER_FP8 = ("fnuz", "e5m2")
+
+
 def _declared(config: Mapping[str, Any]) -> _Declared:
     blocks: dict[tuple[int, int], str] = {}
     channel = False
@@ -131,8 +135,14 @@ def _declared(config: Mapping[str, Any]) -> _Declared:
     for path, quant in quantization_configs(config):
         if (value := quant.get("weight_block_size")) is not None:
             blocks.setdefault(_block(f"{path}.weight_block_size", value), f"{path}.weight_block_size")
-        if scale_fmt is None and (fmt := quant.get("scale_fmt")) is not None:
-            scale_fmt = fmt if isinstance(fmt, str) else None
+        if scale_fmt is None and (scale := quant.get("scale_fmt")) is not None:
+            scale_fmt = scale if isinstance(scale, str) else None
+        if isinstance(fmt := quant.get("fmt"), str) and any(other in fmt.lower() for other in _OTHER_FP8):
+            raise KizamiError(
+                f"{path}.fmt is {printable(fmt, 40)}, expected e4m3: the codes would be read as other numbers",
+                code="unsupported_dtype",
+                file="config.json",
+            )
         for where, weights in group_weights(path, quant):
             match weights.get("strategy"):
                 case "block":

@@ -45,7 +45,7 @@ def is_written(expression: str) -> bool:
 _TOKEN = re.compile(
     r"(?P<narrow>\\d)|(?P<wide>\\[sSDwW]|\[\^?\]?(?:\\.|[^\\\]])*+\]|\.)|(?P<back>\\[1-9])|\\."
     r"|(?P<open>\((?:\?(?:P<\w+>|i?:|<?[=!]|i(?=\)))|(?!\?)))|(?P<other>\(\?)|(?P<close>\))|(?P<or>\|)"
-    r"|(?P<repeat>\*|\+|\{\d*,?\d*\})|.",
+    r"|(?P<repeat>(?:\*|\+|\{\d*,?\d*\})[?+]?)|(?P<maybe>\?[?+]?)|.",
     re.DOTALL,
 )
 _MAX_WIDE = 3  # `.*` and the like: a name of 60 characters can be cut in 36,000 ways
@@ -68,8 +68,10 @@ def runs_away(expression: str) -> str | None:
             return "a repeated group"
         if kind in ("back", "other"):
             return f"{printable(token[0], 20)}, which nobody needs to choose modules"
-        wide += kind == "repeat" and before == "wide" and token.end() < end
-        narrow += kind == "repeat" and before != "wide"
+        repeats = kind in ("repeat", "maybe")
+        wide += repeats and before == "wide" and token.end() < end
+        narrow += repeats and before not in ("wide", "close")
+        choices *= 2 if kind == "maybe" and before == "close" else 1
         if kind == "open":
             alternatives.append(1)
         elif kind == "or":

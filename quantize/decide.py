@@ -60,7 +60,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
     raise KizamiError(
         f"pattern {printable(pattern, 200)} cannot be used: {problem}",
         code="bad_pattern",
-        hint="write an exact module name, or re: and a Python regular expression with no * or + after a group",
+        hint="write an exact module name, or re: and a simple Python regular expression (README, Security)",
     )
 
 

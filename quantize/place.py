@@ -101,7 +101,7 @@ def _check_partial(partial: Path) -> None:
             what,
             code="out_exists",
             file=str(partial),
-            hint="move it away; kizami keeps its unfinished work under this name",
+            hint=f"move {partial.name} away: kizami keeps its unfinished work under this name",
         )
 
 

@@ -1,15 +1,18 @@
 """kizami-report.jsonl: one row per step of the plan; and views on it, what each role and tensor cost in accuracy."""
 
 import json
+import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import log10, prod, sqrt
 from pathlib import Path
 from typing import Any
 
 from kizami.formats.errors import KizamiError
+from kizami.formats.files import resolve_inside
 from kizami.quantize.manifest import REPORT
 from kizami.quantize.plan import canonical
 
@@ -74,26 +77,29 @@ def read_report(out: Path) -> list[Row]:
 
 
 def whole_rows(out: Path) -> Iterator[Row]:
-    """The rows that are as they were written, of a report that may be damaged; none if there is no report."""
-    if (out / REPORT).is_file():
+    """The rows that are as they were written, of a report that may be damaged; none if there is no readable
+    report."""
+    with suppress(KizamiError):
         yield from (row for _, line, row in _lines(out) if row is not None and _is_whole(line, row))
 
 
 def damaged_lines(out: Path) -> Iterator[tuple[int, str | None]]:
-    """The numbers, from 1, of lines that are not as they were written, with the name that they now give."""
-    for number, line, row in _lines(out):
-        if row is None or not _is_whole(line, row):
-            name = None if row is None else row.get("name")
-            yield number, name if isinstance(name, str) else None
+    """The numbers, from 1, of lines that are not as they were written, with the name that they now give; none if there is
+    no readable report."""
+    with suppress(KizamiError):
+        for number, line, row in _lines(out):
+            if row is None or not _is_whole(line, row):
+                name = None if row is None else row.get("name")
+                yield number, name if isinstance(name, str) else None
 
 
 def _lines(out: Path) -> Iterator[tuple[int, bytes, Row | None]]:
     """Number, bytes and object of each line; None where it is none."""
-    path = out / REPORT
-    if not path.is_file():
+    if not os.path.lexists(out / REPORT):
         raise KizamiError(
             "not found", code="no_report", file=REPORT, hint=f"is {out.name} an output of kizami convert?"
         )
+    path = resolve_inside(out, REPORT)
     if (size := path.stat().st_size) > MAX_REPORT_BYTES:
         raise KizamiError(f"{size} bytes, expected at most {MAX_REPORT_BYTES}", code="bad_report", file=REPORT)
     with open(path, "rb") as f:

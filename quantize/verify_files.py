@@ -45,11 +45,20 @@ def check_files(out: Path, manifest: dict[str, Any], workers: int) -> tuple[list
         return _change(out, name, expected[name], sizes.get(name), stop)
 
     for name, changed in zip(names, thread_map(workers, change, names), strict=True):
-        if changed and name == CARD:
+        if changed and name == CARD and _is_file_inside(out, name):
             notes.append(f"{CARD} was edited after the conversion")
         elif changed:
             problems.append(Problem("changed_file", changed, name))
     return problems, notes
+
+
+def _is_file_inside(out: Path, name: str) -> bool:
+    """A card may be edited; it may not lead to another place, which would be published in its stead."""
+    try:
+        resolve_inside(out, name)
+    except KizamiError:
+        return False
+    return True
 
 
 def _change(out: Path, name: str, sha256: str, nbytes: int | None, stop: Event) -> str | None:

@@ -188,3 +188,10 @@ def test_weights_of_any_size_keep_their_nearest_codes(save: Save, tmp_path: Path
     """From the smallest float32 to the largest BF16; the oracle looks at every code."""
     source, out = save(mini(16, 128, None, 2.0**exponent)), tmp_path / "out"
     assert_converted(kizami("convert", source, out, "--method", method), source, out)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fnuz", "E5M2", "float8_e4m3fnuz"])
+def test_a_config_that_says_other_codes_is_believed(save: Save, tmp_path: Path, fmt: str) -> None:
+    checkpoint = tiny()
+    checkpoint.config["quantization_config"]["fmt"] = fmt
+    assert_refused(kizami("convert", save(checkpoint), tmp_path / "out"), ["config.json", "fmt", fmt, "e4m3"])

@@ -26,6 +26,7 @@ OURS = [
 RUNAWAYS = [
     "(a+)+$", "(.*)*$", "(x|x|x)*y", "(.|.)" * 20 + "x", ".*.*.*.*x", r"(a)\1", "(?:a|b){30}", "(?=a+)+", "((a)?)*",
     "(?x)(a+) +$", "(a+)(?#)+$", "(?s:.)*x", "(?P<n>a+)+", r"[^x]*[^y]*[^z]*\w*!", r"\d+" * 9,
+    ".?" * 22 + "Q", "(?:.?)" * 30 + "Q", "(?:ab)?" * 30 + "Q", "a??" * 30 + "Q", ".*?" * 4 + "Q",
 ]  # fmt: skip
 
 
@@ -79,6 +80,7 @@ def test_an_expression_that_could_run_for_ever_is_told_why_not(expression: str) 
         r"(?:.*\.)?layers\.(?!6[01]\.)\d{1,2}\.[^.]+\.gate",
         r".*layers.*experts.*gate.*",
         r"(a|b)?c",
+        r"(?:language_model\.)?(?:model\.)?layers\.\d+?\.mlp.*?proj",
         r"[(+]+\(\)+[^\]]*)"[:-1],
     ],
 )

@@ -13,10 +13,12 @@ import pytest
 from forging import forge, forge_manifest, forge_rows
 
 from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
 from kizami.formats.header import encode_header
 from kizami.formats.strict_json import dump_json
 from kizami.quantize.pipeline import run
 from kizami.quantize.planner import build_plan
+from kizami.quantize.report import read_report
 from kizami.quantize.settings import Method, Policy
 from kizami.quantize.verify import verify
 
@@ -202,6 +204,30 @@ def test_a_file_that_leads_out_of_the_output_is_found(out: Path, tmp_path: Path,
     os.symlink(tmp_path / name, out / name)
     code = "outside_folder" if name == "kizami.json" else "changed_file"
     assert (code, name) in {(p.code, p.file) for p in verify(out).problems}
+
+
+def test_weights_behind_a_link_out_of_the_output_are_not_looked_at(out: Path, tmp_path: Path) -> None:
+    shard = next(iter(Checkpoint.open(out).headers))
+    shutil.move(out / shard, tmp_path / shard)
+    os.symlink(tmp_path / shard, out / shard)
+    (problem,) = verify(out).problems
+    assert (problem.code, problem.file) == ("changed_file", shard)
+    assert "leads out of the folder" in problem.message
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_card_may_be_edited_but_must_be_a_file(out: Path, source: Checkpoint, tmp_path: Path, kind: str) -> None:
+    (out / "README.md").unlink()
+    (tmp_path / "elsewhere").write_text("a secret")
+    os.symlink(tmp_path / "elsewhere", out / "README.md") if kind == "link" else os.mkfifo(out / "README.md")
+    assert ("changed_file", "README.md") in found(out, source)
+
+
+def test_a_report_that_leads_out_of_the_output_is_not_read(out: Path, tmp_path: Path) -> None:
+    shutil.move(out / "kizami-report.jsonl", tmp_path / "rows")
+    os.symlink(tmp_path / "rows", out / "kizami-report.jsonl")
+    with pytest.raises(KizamiError, match="leads out of the folder"):
+        read_report(out)
 
 
 @pytest.mark.parametrize("name", [".gitattributes/modeling.py", ".cache", ".gitignore/x"])
