@@ -50,7 +50,7 @@ _TOKEN = re.compile(
 )
 _MAX_WIDE = 3  # `.*` and the like: a name of 60 characters can be cut in 36,000 ways
 _MAX_NARROW = 8  # of `\d+`: names have few digits in a row
-_MAX_CHOICES = 10_000  # ways through all `(a|b)`; 90 layers and 3 projections: 270
+_MAX_CHOICES = 2_000  # ways through all `(a|b)`; 90 layers and 3 projections: 270
 
 
 def runs_away(expression: str) -> str | None:
@@ -60,7 +60,7 @@ def runs_away(expression: str) -> str | None:
     """
     wide = narrow = 0
     choices, alternatives = 1, [1]
-    end = len(expression.removesuffix("$"))  # there `.*` matches whatever is left, at once
+    ends = (len(expression.removesuffix("$")), len(expression))  # there `.*` matches whatever is left, at once
     before = ""
     for token in _TOKEN.finditer(expression):
         kind = token.lastgroup or ""
@@ -69,16 +69,25 @@ def runs_away(expression: str) -> str | None:
         if kind in ("back", "other"):
             return f"{printable(token[0], 20)}, which nobody needs to choose modules"
         repeats = kind in ("repeat", "maybe")
-        wide += repeats and before == "wide" and token.end() < end
+        at_end = token.end() in ends or (len(alternatives) == 1 and expression.startswith("|", token.end()))
+        wide += repeats and before == "wide" and not at_end
         narrow += repeats and before not in ("wide", "close")
         choices *= 2 if kind == "maybe" and before == "close" else 1
         if kind == "open":
             alternatives.append(1)
-        elif kind == "or":
+        elif kind == "or" and len(alternatives) > 1:
             alternatives[-1] += 1
+        elif kind == "or":  # a whole expression ends here, and another one begins
+            if problem := _too_much(wide, narrow, choices):
+                return problem
+            wide, narrow, choices = 0, 0, 1
         elif kind == "close" and len(alternatives) > 1:
             choices *= alternatives.pop()
         before = kind
+    return _too_much(wide, narrow, choices)
+
+
+def _too_much(wide: int, narrow: int, choices: int) -> str | None:
     if wide > _MAX_WIDE:
         return f"{wide} times `.*` or the like, and {_MAX_WIDE} are enough"
     if narrow > _MAX_NARROW or choices > _MAX_CHOICES:

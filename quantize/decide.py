@@ -24,6 +24,10 @@ UNLOADABLE_PACKED = ("kv_b_proj", "q_a_proj", "kv_a_proj_with_mqa", "wk", "weigh
 PLAIN_ROLES = (Role.EMBEDDING, Role.HEAD, Role.ROUTER)
 
 
+# --targets and --ignore together: each is tried on every module, and `verify` takes them from somebody's kizami.json.
+MAX_PATTERNS = 200
+
+
 @dataclass(frozen=True)
 class Selection:
     """Which modules are packed. Patterns have compressed-tensors' syntax: an exact name, or `re:` + re.match."""
@@ -31,7 +35,14 @@ class Selection:
     policy: Policy
 
     def __post_init__(self) -> None:
-        for pattern in (*self.policy.targets, *self.policy.ignore):
+        patterns = (*self.policy.targets, *self.policy.ignore)
+        if len(patterns) > MAX_PATTERNS:
+            raise KizamiError(
+                f"{len(patterns)} patterns, expected at most {MAX_PATTERNS}",
+                code="bad_pattern",
+                hint="let one re: pattern stand for many modules",
+            )
+        for pattern in patterns:
             _compiled(pattern)
 
     def wants(self, module: str, place: Place) -> tuple[str | None, str | None]:

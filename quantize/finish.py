@@ -12,7 +12,7 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.files import file_sha256, io_error, open_regular, read_exactly, resolve_inside
+from kizami.formats.files import all_files, file_sha256, io_error, open_regular, read_exactly, resolve_inside
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.model_card import render_card
@@ -197,7 +197,8 @@ def _is_whole(manifest: dict[str, Any], plan: Plan, checkpoint: Checkpoint, out:
     """Whether OUT's files are those of the manifest, and the side files among them still those of the source."""
     side_files = find_side_files(checkpoint).copied
     hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | manifest["files"]
-    if {*hashes, MANIFEST} != written_files(plan, side_files):
+    ours = written_files(plan, side_files)
+    if {*hashes, MANIFEST} != ours or {name for name in all_files(out) if not name.startswith(f"{FOLDER}/")} != ours:
         return False
     return all(file_sha256(resolve_inside(checkpoint.root, name), name) == hashes[name] for name in side_files) and all(
         is_regular(out / name) and file_sha256(out / name, name) == wanted for name, wanted in hashes.items()

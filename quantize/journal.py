@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.files import file_sha256, io_error, kind_of
 from kizami.formats.writer import fsync_folder, make_folders_durably, write_file_durably
+from kizami.quantize.layout import MAX_FILES, shard_name
 from kizami.quantize.plan import Plan, Shard, canonical
 from kizami.quantize.report import Row, encode_row
 
@@ -43,7 +44,11 @@ class ShardRecord:
 
 def identity_of(plan: Plan, source_contents: dict[str, str]) -> dict[str, Any]:
     """The journal's first line: what a resumed run must share with the run it resumes."""
-    return plan.identity | {"plan_hash": plan.hash, "source_contents": source_contents}
+    return plan.identity | {
+        "plan_hash": plan.hash,
+        "shards": len(plan.shards),
+        "source_contents": source_contents,
+    }
 
 
 def source_mtimes(shard: Shard, checkpoint: Checkpoint) -> dict[str, int]:
@@ -62,10 +67,18 @@ class Journal:
         self._failed: KizamiError | None = None
 
     @classmethod
-    def open(cls, partial: Path, identity: dict[str, Any], *, restart: bool = False) -> "Journal":
+    def open(
+        cls,
+        partial: Path,
+        identity: dict[str, Any],
+        *,
+        restart: bool = False,
+        look: Callable[[set[str]], None] = lambda earlier: None,
+    ) -> "Journal":
         """Starts a journal, or resumes the one that is there. Raises KizamiError if it belongs to another job.
 
         restart: throws away what an earlier run left in `partial` (which kizami's journal marks as its own).
+        look: called when `partial` is locked and before anything in it changes, with the shards that go on a restart.
         """
         folder = partial / FOLDER
         if folder.is_symlink():
@@ -78,8 +91,10 @@ class Journal:
             fsync_folder(partial.absolute().parent)
             path = folder / JOURNAL
             data = _read_own(path)
+            earlier = _shards_of(data) if restart else set()
+            look(earlier)
             if restart:
-                _clear(partial)
+                _clear(partial, earlier)
             if restart or data is None:
                 data = (canonical({"identity": identity}) + "\n").encode()
                 write_file_durably(path, data)
@@ -187,19 +202,30 @@ def _not_locked(error: OSError, partial: Path) -> KizamiError:
     return io_error("cannot lock", error, partial.name, hint)
 
 
-OUTPUT_FILE = re.compile(r"\.?model-\d{5}-of-\d{5}\.safetensors(\.tmp)?")
 KEPT = ("lock", JOURNAL)
 JOURNAL_FILE = re.compile(r"lock|journal\.jsonl|rows-\d{5}\.jsonl|\.(journal|rows-\d{5})\.jsonl\.tmp")
 _FIRST = b'{"identity":'  # what `canonical` makes of the first line
 
 
-def _clear(partial: Path) -> None:
-    """Shards and rows go; the journal stays until a new one takes its place, because it marks the folder as ours. What
-    a stranger may have put there stays, and `place.check_no_strangers` names it."""
-    for folder, ours in ((partial, OUTPUT_FILE), (partial / FOLDER, JOURNAL_FILE)):
-        for path in sorted(folder.iterdir()):
-            if ours.fullmatch(path.name) and path.name not in KEPT and (path.is_symlink() or path.is_file()):
-                path.unlink()
+def _shards_of(data: bytes | None) -> set[str]:
+    """The files that the job of this journal has made or would have, as its first line says; none if that is
+    damaged."""
+    try:
+        count = json.loads((data or b"").partition(b"\n")[0])["identity"]["shards"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return set()
+    return {shard_name(i, count) for i in range(1, count + 1)} if type(count) is int and count <= MAX_FILES else set()
+
+
+def _clear(partial: Path, shards: set[str]) -> None:
+    """Shards and rows go; the journal stays until a new one takes its place, because it marks the folder as ours."""
+    for path in sorted((partial / FOLDER).iterdir()):
+        if JOURNAL_FILE.fullmatch(path.name) and path.name not in KEPT:
+            path.unlink()
+    for name in sorted(shards):
+        for path in (partial / name, partial / f".{name}.tmp"):
+            path.unlink(missing_ok=True)
+    for folder in (partial / FOLDER, partial):
         fsync_folder(folder)
 
 
@@ -296,7 +322,9 @@ def is_identity(found: Any, wanted: dict[str, Any]) -> bool:
 def _check_identity(found: Any, wanted: dict[str, Any], partial: Path) -> None:
     if is_identity(found, wanted):
         return
-    changes = "; ".join(_differences(found if isinstance(found, dict) else {}, wanted))
+    if not isinstance(found, dict):
+        raise _damaged(partial / FOLDER / JOURNAL)
+    changes = "; ".join(_differences(found, wanted))
     raise KizamiError(
         f"an unfinished job with other settings or another source is there ({changes})",
         code="resume_mismatch",

@@ -100,9 +100,10 @@ def read_manifest(out: Path) -> dict[str, Any]:
 
 
 _FORM: dict[str, type | tuple[type, ...]] = {
-    "plan_hash": str, "scheme": str, "family": str, "dialect": str, "policy": dict, "method": str, "scale_sign": str,
-    "clip_allowance": (int, float, type(None)), "has_negative_scales": bool, "counts": dict, "output": dict,
-    "source": dict, "source_contents": dict, "warnings": list, "shards": list, "files": dict, "self_sha256": str,
+    "kizami_version": str, "plan_hash": str, "scheme": str, "family": str, "dialect": str, "policy": dict,
+    "method": str, "scale_sign": str, "clip_allowance": (int, float, type(None)), "has_negative_scales": bool,
+    "counts": dict, "output": dict, "source": dict, "source_contents": dict, "warnings": list, "shards": list,
+    "files": dict, "self_sha256": str,
 }  # fmt: skip
 
 
@@ -132,7 +133,13 @@ def _parts_fit(manifest: dict[str, Any]) -> bool:
         and isinstance(output.get("bits_per_weight"), int | float)
         and abs(output["bits_per_weight"]) < 1e9
         and isinstance(source.get("files"), dict)
+        and _is_origin(manifest.get("origin"))
     )
+
+
+def _is_origin(value: Any) -> bool:
+    words = value.values() if isinstance(value, dict) and value.keys() == {"repo", "revision"} else [value]
+    return value is None or all(isinstance(word, str) for word in words)
 
 
 def policy_of(manifest: dict[str, Any]) -> Policy:

@@ -74,10 +74,14 @@ def run(
     make_folders_durably(partial)
     contents = sample_contents(checkpoint)
     side_files = find_side_files(checkpoint).copied
-    journal = Journal.open(partial, identity_of(plan, contents), restart=restart)
-    try:
+    ours = written_files(plan, side_files)
+
+    def look(earlier: set[str]) -> None:
         check_still_absent(out, partial)
-        check_no_strangers(partial, written_files(plan, side_files), finished=False)
+        check_no_strangers(partial, ours | earlier, finished=False)
+
+    journal = Journal.open(partial, identity_of(plan, contents), restart=restart, look=look)
+    try:
         rewritten, outdated = _recheck(journal, plan, checkpoint)
         todo = [shard for shard in plan.shards if shard.number not in journal.done]
         _check_free_space(needed_bytes(plan, todo, side_file_bytes(checkpoint, side_files)), partial)

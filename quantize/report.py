@@ -1,7 +1,6 @@
 """kizami-report.jsonl: one row per step of the plan; and views on it, what each role and tensor cost in accuracy."""
 
 import json
-import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,8 +83,8 @@ def whole_rows(out: Path) -> Iterator[Row]:
 
 
 def damaged_lines(out: Path) -> Iterator[tuple[int, str | None]]:
-    """The numbers, from 1, of lines that are not as they were written, with the name that they now give; none if there is
-    no readable report."""
+    """The numbers, from 1, of lines that are not as they were written, with the name that they now give; none if there
+    is no readable report."""
     with suppress(KizamiError):
         for number, line, row in _lines(out):
             if row is None or not _is_whole(line, row):
@@ -95,11 +94,7 @@ def damaged_lines(out: Path) -> Iterator[tuple[int, str | None]]:
 
 def _lines(out: Path) -> Iterator[tuple[int, bytes, Row | None]]:
     """Number, bytes and object of each line; None where it is none."""
-    if not os.path.lexists(out / REPORT):
-        raise KizamiError(
-            "not found", code="no_report", file=REPORT, hint=f"is {out.name} an output of kizami convert?"
-        )
-    path = resolve_inside(out, REPORT)
+    path = resolve_inside(out, REPORT, f"is {out.name} an output of kizami convert?")
     if (size := path.stat().st_size) > MAX_REPORT_BYTES:
         raise KizamiError(f"{size} bytes, expected at most {MAX_REPORT_BYTES}", code="bad_report", file=REPORT)
     with open(path, "rb") as f:

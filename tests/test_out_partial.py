@@ -480,3 +480,25 @@ def test_no_output_is_put_into_another(source: Path, tmp_path: Path) -> None:
             run(plan, checkpoint, tmp_path / "out" / inner, workers=1)
         assert e.value.code == "bad_out"
     assert files_of(tmp_path / "out") == before
+
+
+def test_a_restart_takes_away_only_what_the_job_has_made(source: Path, partial: Path, tmp_path: Path) -> None:
+    (partial / "model-00007-of-00163.safetensors").write_text("somebody's")
+    before = files_of(partial)
+    with pytest.raises(KizamiError, match="model-00007-of-00163") as e:
+        convert(source, tmp_path / "out", restart=True)
+    assert e.value.code == "strange_file"
+    assert files_of(partial) == before  # the finished shards, too
+    (partial / "model-00007-of-00163.safetensors").unlink()
+    checkpoint = Checkpoint.open(source)
+    one_file = build_plan(checkpoint, Policy(), Method("minmax"))  # fewer files than the job that goes
+    run(one_file, checkpoint, tmp_path / "out", workers=1, restart=True)
+    run(one_file, checkpoint, tmp_path / "clean", workers=1)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "clean")
+
+
+def test_a_stranger_in_a_published_folder_is_seen(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out")
+    (tmp_path / "out" / ".kizami").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    refused("out_exists", source, tmp_path / "out")

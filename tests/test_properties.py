@@ -258,7 +258,7 @@ def test_a_journal_cut_anywhere_is_resumed_or_refused_and_never_gives_other_byte
     cuts |= set(rng.sample(range(len(data)), 25))
     begun = len(b'{"identity":')  # with less nothing tells whose file it is
     for cut in sorted(cuts):
-        refusal = "out_exists" if cut < begun else "resume_mismatch" if cut < ends[0] else None
+        refusal = "out_exists" if cut < begun else "damaged_journal" if cut < ends[0] else None
         assert resume(unfinished, "journal.jsonl", data[:cut]) == refusal, cut
 
 

@@ -156,6 +156,29 @@ def test_no_key_of_the_manifest_can_be_changed(out: Path, source: Checkpoint, ke
     assert not verify(out, against=source).ok
 
 
+@pytest.mark.parametrize("origin", ["gone", {}, 5, {"repo": "a", "revision": 5}])
+def test_an_origin_of_another_form_is_no_crash(out: Path, source: Checkpoint, origin: object) -> None:
+    forge_manifest(out, lambda m: m.pop("origin") if origin == "gone" else m.update(origin=origin))
+    assert verify(out, against=source).ok == (origin == "gone")
+
+
+def test_more_patterns_than_anyone_writes_are_refused(out: Path, source: Checkpoint) -> None:
+    forge_manifest(out, lambda m: m["policy"].update(ignore=[f"re:.*{i}x" for i in range(100_000)]))
+    assert {p.code for p in verify(out, against=source).problems} == {"bad_pattern"}
+
+
+@pytest.mark.parametrize("change", [{"mtp": 0}, {"expert": 3.0}, {"sqnr_top_db": "gone"}])
+def test_the_types_and_keys_of_a_row_are_held_too(out: Path, source: Checkpoint, change: dict[str, Any]) -> None:
+    def edit(rows: list[dict[str, Any]]) -> None:
+        row = next(row for row in rows if row["name"] == EXPERT)
+        row.update(change)
+        if row["sqnr_top_db"] == "gone":
+            del row["sqnr_top_db"]
+
+    forge_rows(out, edit)
+    assert not verify(out, against=source).ok
+
+
 @pytest.mark.parametrize("key", ["bits_per_weight", "file_bytes", "bytes", "tensors"])
 def test_no_total_of_the_manifest_can_be_changed(out: Path, source: Checkpoint, key: str) -> None:
     forge_manifest(out, lambda manifest: manifest["output"].update({key: manifest["output"][key] + 1}))
