@@ -1,4 +1,4 @@
-"""What a checkpoint's config and names say about its quantization, and refusal of the formats that are not FP8."""
+"""What a checkpoint's config and names say about its quantization, and refusal of the formats that are not read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,10 +23,10 @@ _FOREIGN_LEAVES = {
 _FOREIGN_DTYPES = {"F4": "FP4 (MXFP4 or NVFP4)", "F6_E2M3": "FP6", "F6_E3M2": "FP6"}
 
 
-def refuse_other_formats(info: TensorInfo, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> None:
-    """Raise KizamiError if `info` shows that the checkpoint is neither FP8 nor a dense float one.
+def refuse_other_formats(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise KizamiError if `info` shows that the checkpoint is neither FP8, nor INT4 in I32 words, nor a float one.
 
-    Codes: `unsupported_dtype` (another FP8 encoding), `already_int4`, `unsupported_format`.
+    Codes: `unsupported_dtype` (another FP8 encoding), `unsupported_format`.
     """
     if info.dtype in _OTHER_F8:
         raise tensor_error(
@@ -36,34 +36,24 @@ def refuse_other_formats(info: TensorInfo, tensors: Mapping[str, TensorInfo], co
             hint="its codes mean other numbers than those of e4m3fn; convert the checkpoint to BF16 first",
         )
     module, _, leaf = info.name.rpartition(".")
-    if leaf == "weight_packed" and info.dtype == "I32" and _packed_bits(config) in {None, 4}:
-        raise tensor_error(
-            info,
-            "the checkpoint is already INT4 (pack-quantized)",
-            "already_int4",
-            hint="there is nothing to convert; `kizami verify` checks such a checkpoint",
-        )
-    kind = _foreign(info, module, leaf, tensors, config)
+    kind = _foreign(info, module, leaf, tensors)
     if kind is not None:
         raise tensor_error(
             info,
             f"this is {kind} ({info.dtype} {shape_text(info.shape)}), "
-            "expected FP8 (F8_E4M3 with scales) or BF16 weights",
+            "expected FP8 (F8_E4M3 with scales), BF16 or symmetric pack-quantized INT4 weights",
             "unsupported_format",
             hint="start from the FP8 or BF16 release of the model",
         )
 
 
-def _foreign(
-    info: TensorInfo, module: str, leaf: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
-) -> str | None:
+def _foreign(info: TensorInfo, module: str, leaf: str, tensors: Mapping[str, TensorInfo]) -> str | None:
     if leaf in _FOREIGN_LEAVES:
         return _FOREIGN_LEAVES[leaf]
     if info.dtype in _FOREIGN_DTYPES:
         return _FOREIGN_DTYPES[info.dtype]
-    if leaf == "weight_packed":
-        bits = _packed_bits(config)
-        return f"{bits}-bit pack-quantized" if info.dtype == "I32" else "NVFP4 or MXFP4 in packed bytes"
+    if leaf == "weight_packed" and info.dtype != "I32":  # packed_source judges the I32 ones
+        return "NVFP4 or MXFP4 in packed bytes"
     if leaf.endswith("_blocks") and f"{info.name.removesuffix('_blocks')}_scales" in tensors:
         return "MXFP4 (blocks and scales)"
     if leaf.startswith("quant_state") or ".weight.quant_state" in info.name:
@@ -75,14 +65,6 @@ def _foreign(
 
 def _scale_beside(module: str, tensors: Mapping[str, TensorInfo]) -> str | None:
     return next((f"{module}.{s}" for s in SCALE_SUFFIXES if f"{module}.{s}" in tensors), None)
-
-
-def _packed_bits(config: Mapping[str, Any]) -> int | None:
-    for path, quant in quantization_configs(config):
-        for _, weights in group_weights(path, quant):
-            if weights.get("type") == "int" and type(bits := weights.get("num_bits")) is int:
-                return bits
-    return None
 
 
 def quantization_configs(config: Mapping[str, Any]) -> tuple[tuple[str, Mapping[str, Any]], ...]:

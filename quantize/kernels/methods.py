@@ -193,11 +193,13 @@ def add_top(found: Array, threshold: Any, top: Array) -> None:
 
 
 @kernel
-def store_scales(groups: int, span: Any, scale: Array, at: int, totals: Any) -> None:
-    """As BF16 bits, to scale[at:]."""
+def store_scales(groups: int, smallest: Any, span: Any, scale: Array, at: int, totals: Any) -> None:
+    """As BF16 bits, to scale[at:]; magnitudes are raised to `smallest`, BF16, for layouts that hold no smaller one."""
     step, p, n = span.step, span.p, span.n
     zero, negative = 0, 0
     for k in range(groups):
+        if abs(step[k]) < smallest:
+            step[k] = -smallest if step[k] < 0 else smallest
         scale[at + k] = bf16_bits(step[k])
         zero += max(p[k], n[k]) == 0
         negative += step[k] < 0
@@ -292,7 +294,9 @@ def refit_scales(source: Any, first: int, groups: int, per_group: int, search: A
 
 
 @kernel
-def rule_rows(source: Any, is_minmax: bool, span: Any, floor: Any, packed: Array, scale: Array, totals: Any) -> None:
+def rule_rows(
+    source: Any, is_minmax: bool, smallest: Any, span: Any, floor: Any, packed: Array, scale: Array, totals: Any
+) -> None:
     """`minmax` or `signed`. packed int32 [n * K/8], scale uint16 [n * K/g]."""
     per_group = span.relative.size // CHUNK
     width, is_code = source.columns // CHUNK, source.codes.size > 0
@@ -303,12 +307,14 @@ def rule_rows(source: Any, is_minmax: bool, span: Any, floor: Any, packed: Array
         load_extremes(source, row, count, span)
         group_extremes(is_code, groups, per_group, span)
         rule_scales(groups, is_minmax, span)
-        store_scales(groups, span, scale, first // per_group, totals)
+        store_scales(groups, smallest, span, scale, first // per_group, totals)
         store_codes(source, is_minmax, first, chunks, per_group, span, floor, packed, totals)
 
 
 @kernel
-def search_rows(source: Any, search: Any, span: Any, floor: Any, packed: Array, scale: Array, totals: Any) -> None:
+def search_rows(
+    source: Any, search: Any, smallest: Any, span: Any, floor: Any, packed: Array, scale: Array, totals: Any
+) -> None:
     """`search`: sums for all candidates, the best one, one refit."""
     per_group = span.relative.size // CHUNK
     width, is_code = source.columns // CHUNK, source.codes.size > 0
@@ -320,5 +326,5 @@ def search_rows(source: Any, search: Any, span: Any, floor: Any, packed: Array, 
         group_extremes(is_code, groups, per_group, span)
         choose_scales(source, first, groups, per_group, search, span)
         refit_scales(source, first, groups, per_group, search, span)
-        store_scales(groups, span, scale, first // per_group, totals)
+        store_scales(groups, smallest, span, scale, first // per_group, totals)
         store_codes(source, False, first, chunks, per_group, span, floor, packed, totals)

@@ -149,6 +149,32 @@ def _bodies(is_minmax: bool) -> tuple[Any, Any]:
     return python, llvm
 
 
+def _fp8_errors_python(values: Any, begin: int, codes: Any, scale: Any, sums: Any, largest: Any) -> None:
+    x = values[begin : begin + CHUNK]
+    q = e4m3_python(codes[begin : begin + CHUNK]) * F(scale)
+    error = x - q
+    sums += np.concatenate([_squares_python(x), _squares_python(error), _squares_python(q)])
+    bits = error.view(np.int32) & np.int32(ABS)
+    largest[:] = np.maximum(largest, np.maximum(bits[:LARGEST], bits[LARGEST:]))
+
+
+def _fp8_errors(
+    typing: Any, values: Any, begin: Any, codes: Any, scale: Any, sums: Any, largest: Any
+) -> tuple[Any, Any]:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        v = Lanes(context, builder, signature, args)
+        x = v.load(0, args[1], F32)
+        q = builder.fmul(e4m3_lanes(v, v.load(2, args[1], I8)), v.splat(args[3]))
+        error = builder.fsub(x, q)
+        for k, addend in enumerate((x, error, q)):
+            v.add_to(4, I64(k * SUMS), _squares(v, addend))
+        magnitude = v.fold(builder.and_(v.cast("bitcast", error, I32), constant(I32, ABS)), LARGEST, v.larger)
+        v.store(v.larger(v.load(5, I64(0), I32, LARGEST), magnitude), 5, I64(0))
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64, codes, types.float32, sums, largest), build
+
+
 def round_codes(v: Lanes, x: Any, step: Any, is_minmax: bool) -> tuple[Any, Any]:
     """q, and int32 whose low byte is q + 8."""
     quotient = v.build.fdiv(_bf16(v, x) if is_minmax else x, step)
@@ -204,3 +230,6 @@ decode: Any = either(_decode_python, _decode)
 # beyond half a step from the outermost codes.
 nearest_codes: Any = either(*_bodies(is_minmax=False))  # clamp(rint(W / s)), exact by int4-algorithms 1.4
 minmax_codes: Any = either(*_bodies(is_minmax=True))  # compressed-tensors' chain: BF16 weight, BF16 quotient
+# (values float32, begin, codes uint8, scale, sums [3 * SUMS], largest [LARGEST]): adds the same squares and |error| of
+# values[begin : begin + CHUNK] against their FP8 codes. The error is exact, by Sterbenz.
+fp8_errors: Any = either(_fp8_errors_python, _fp8_errors)
