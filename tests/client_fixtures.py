@@ -172,7 +172,9 @@ def dense_twin(quantized: Path, out: Path) -> Path:
         if name.endswith(".weight_packed"):
             dense[f"{module}.weight"] = decoded_int4(tensor, tensors[f"{module}.weight_scale"])
         elif tensor.dtype == torch.float8_e4m3fn:
-            dense[name] = decoded_fp8(tensor, tensors[f"{module}.weight_scale"], (128, 128))
+            scale = tensors[f"{module}.weight_scale"]
+            block = (1, tensor.shape[1]) if scale.shape == (len(tensor), 1) else (128, 128)
+            dense[name] = decoded_fp8(tensor, scale, block)
         elif not name.endswith((".weight_scale", ".weight_shape")):
             dense[name] = tensor
     return write_checkpoint(out, dense, config, shards=1)
