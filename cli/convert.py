@@ -31,10 +31,15 @@ def convert(
     out: NewFolder,
     group_size: o.GroupSize = None,
     scheme: o.Scheme = None,
+    layout: o.Layout = "pack-quantized",
     rest: o.RestOption = "bf16",
     mtp: o.MtpOption = "quantize",
+    set_role: o.SetRole = None,
     ignore: o.Ignore = None,
     targets: o.Targets = None,
+    recipe: o.RecipeFile = None,
+    allow_requantize: o.AllowRequantize = False,
+    allow_unloadable: o.AllowUnloadable = False,
     max_shard_size: o.MaxShardSize = "5GB",
     tp: o.TensorParallel = None,
     method: o.MethodOption = "search",
@@ -51,18 +56,28 @@ def convert(
 ) -> None:
     """Convert a checkpoint: routed experts to INT4, everything else to BF16.
 
-    The work goes to OUT.partial; OUT appears when it is complete. The same command again resumes an interrupted run.
-    The source is never written to.
+    --scheme, --rest and --set choose other forms, --format another INT4 layout. An INT4 source can become BF16, FP8 or
+    another layout. The work goes to OUT.partial; OUT appears when it is complete. The same command again resumes an
+    interrupted run. The source is never written to.
     """
     from kizami.cli.source import open_source
+    from kizami.quantize.loading import unloadable
     from kizami.quantize.planner import build_plan
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
-    policy = o.policy_from(context, group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
+    told = o.PolicyOptions(
+        group_size, scheme, layout, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
+    )
+    policy = o.policy_from(context, told, ui)
     checkpoint = open_source(src)
     plan = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
     if tp is not None:
         refuse_uneven_split(plan, tp)
+    if (problem := unloadable(plan, checkpoint, tp or 1)) is not None:
+        # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
+        if not (allow_unloadable or policy.ignore or policy.targets):
+            raise problem
+        ui.warn([problem.message])
     if dry_run:
         _show_dry_run(ui, plan, checkpoint, out, tp)
         return
@@ -137,8 +152,8 @@ def run_convert(
     from kizami.quantize.manifest import MANIFEST
 
     with STOP.held():
-        from kizami.quantize.linear import warm_up
         from kizami.quantize.pipeline import run
+        from kizami.quantize.warm_up import warm_up
 
     started = time.monotonic()
     side_files = find_side_files(checkpoint)
@@ -153,7 +168,7 @@ def run_convert(
     STOP.say = interrupted
     with watch:
         with STOP.held():
-            warm_up(plan.method, plan.policy.group_size)
+            warm_up(plan)
         run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
     STOP.complete = str(out)
     return convert_body(plan, out, time.monotonic() - started) | {
@@ -190,7 +205,8 @@ def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
 
 def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     source, output = body["source"], body["output"]
-    ui.heading(f"{body['out']}: {body['packed_modules']:,} modules packed, {body['scheme']}, --method {body['method']}")
+    how = f", --method {body['method']}" if "quantize" in body["actions"] else ""
+    ui.heading(f"{body['out']}: {body['packed_modules']:,} modules packed, {body['scheme']}{how}")
     show_roles(ui, body["roles"])
     if ui.verbose:
         _show_every_tensor(ui, Path(body["out"]))

@@ -10,7 +10,7 @@ from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui
 
-BASE = ("kizami", "numpy", "numba", "llvmlite", "safetensors", "typer", "rich", "huggingface_hub")
+BASE = ("kizami", "numpy", "numba", "llvmlite", "safetensors", "typer", "rich", "huggingface_hub", "pyyaml")
 OPTIONAL = ("torch", "transformers", "compressed-tensors", "llmcompressor")
 
 

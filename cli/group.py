@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kizami.cli import convert, demo, env, inspect, plan, report, verify
+from kizami.cli import check, convert, demo, env, inspect, plan, report, serve, verify
 from kizami.cli.command import examples
 from kizami.cli.help import PlainCommand, PlainGroup
 
@@ -42,8 +42,10 @@ for _command in (
     inspect.COMMAND,
     plan.COMMAND,
     convert.COMMAND,
+    check.COMMAND,
     verify.COMMAND,
     report.COMMAND,
+    serve.COMMAND,
     env.COMMAND,
 ):
     app.command(_command.name, cls=PlainCommand, help=_command.help, epilog=_command.epilog)(_command.stoppable)

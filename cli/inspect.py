@@ -55,19 +55,23 @@ def inspect(
 
 def inspect_body(checkpoint: "Checkpoint", problems: list[KizamiError]) -> dict[str, Any]:
     """The object of --json; refusals of the later steps are collected in `problems`, not raised."""
-    from kizami.formats.dialects import find_scaled_weights
+    from kizami.formats.dialects import find_encoded_weights
     from kizami.formats.families import find_family
+    from kizami.formats.fused_experts import split_fused_experts
 
     family, dialect = None, None
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     try:
         family, warnings = find_family(checkpoint.config, checkpoint.tensors)
     except KizamiError as e:
         problems.append(e)
     try:
-        dialect = find_scaled_weights(checkpoint.config, checkpoint.tensors)
+        tensors, notes = split_fused_experts(checkpoint.config, checkpoint.tensors)
+        dialect = find_encoded_weights(checkpoint.config, tensors)
     except KizamiError as e:
-        problems.append(e)
+        if str(e) not in map(str, problems):  # the family is looked for once more
+            problems.append(e)
     obstacle = problems[0] if problems else _obstacle(checkpoint)
     infos = checkpoint.tensors.values()
     return {
@@ -79,12 +83,13 @@ def inspect_body(checkpoint: "Checkpoint", problems: list[KizamiError]) -> dict[
         "mtp_layers": [] if family is None else list(family.mtp_layers),
         "dialect": None if dialect is None else dialect.label,
         "fp8_weights": None if dialect is None else len(dialect.weights),
+        "int4_weights": None if dialect is None else len(dialect.packed),
         "files": [{"name": head.file, "bytes": head.file_size} for head in checkpoint.headers.values()],
         "tensors": len(checkpoint.tensors),
         "bytes": sum(info.nbytes for info in infos),
         "dtypes": _sums((info.dtype, info.nbytes) for info in infos),
         "roles": [] if family is None else _roles(checkpoint, family),
-        "warnings": [*warnings, *checkpoint.notes],
+        "warnings": [*warnings, *checkpoint.notes, *notes],
         "problems": [
             {key: getattr(problem, key) for key in ("code", "message", "file", "tensor", "hint")}
             for problem in problems
@@ -175,7 +180,8 @@ def show_inspect(ui: Ui, body: dict[str, Any]) -> None:
         ui.heading(counted(len(body["matching"]), "tensor"))
         _matching_table(ui, body)
     ui.say()
-    ui.say(f"{exact(body['bytes'])} in {counted(body['tensors'], 'tensor')}, {body['fp8_weights'] or 0:,} FP8 weights")
+    encoded = ", ".join(f"{body[f'{form}_weights'] or 0:,} {form.upper()} weights" for form in ("fp8", "int4"))
+    ui.say(f"{exact(body['bytes'])} in {counted(body['tensors'], 'tensor')}, {encoded}")
     ui.result(f"convertible: {_verdict(body)}")
 
 

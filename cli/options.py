@@ -2,17 +2,21 @@
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 
-from kizami.formats.errors import KizamiError
-from kizami.quantize.settings import GROUP_SIZES, Method, Policy
+from kizami.cli.output import Ui
+from kizami.formats.errors import KizamiError, printable
+from kizami.quantize.settings import GROUP_SIZES, Form, Method, Policy
 
 WHAT, HOW, RUN, OUTPUT = "What is packed", "How", "Run", "Output"
 
 GroupSizeName = Literal["32", "64", "128"]
-SchemeName = Literal["w4a16-g32", "w4a16-g64", "w4a16-g128"]
+SchemeName = Literal["w4a16-g32", "w4a16-g64", "w4a16-g128", "fp8-block", "bf16"]
+LayoutName = Literal["pack-quantized", "gptq", "gptq_v2", "awq", "w4afp8"]
 RestName = Literal["bf16", "fp8"]
 MtpName = Literal["quantize", "keep", "drop"]
 MethodChoice = Literal["search", "minmax", "signed"]
@@ -76,7 +80,58 @@ GroupSize = Annotated[
 ]
 Scheme = Annotated[
     SchemeName | None,
-    option("--scheme", panel=WHAT, metavar="NAME", help="The same by name: w4a16-g32, w4a16-g64, w4a16-g128."),
+    option(
+        "--scheme",
+        panel=WHAT,
+        metavar="NAME",
+        help="What the experts become: w4a16-g32 (default), w4a16-g64, w4a16-g128, fp8-block or bf16.",
+    ),
+]
+Layout = Annotated[
+    LayoutName,
+    # report has a --format of its own, and with it KIZAMI_FORMAT
+    option(
+        "--int4-format",
+        "--format",
+        panel=WHAT,
+        help="How INT4 weights lie in the files: pack-quantized (default), gptq, gptq_v2, awq or w4afp8.",
+    ),
+]
+SetRole = Annotated[
+    list[str] | None,
+    option(
+        "--set",
+        panel=WHAT,
+        metavar="ROLE=FORM",
+        help="int4, fp8, bf16 or keep for the linears of a role: shared_expert, dense_mlp, attention, indexer, mtp, "
+        "routed_expert, vision, other. Repeatable.",
+    ),
+]
+AllowRequantize = Annotated[
+    bool,
+    option(
+        "--allow-requantize",
+        panel=WHAT,
+        flag=True,
+        help="Let an INT4 source be rounded again to larger groups; the report has the error of it.",
+    ),
+]
+AllowUnloadable = Annotated[
+    bool,
+    option("--allow-unloadable", panel=WHAT, flag=True, help="Go on where kizami check finds no engine that loads it."),
+]
+RecipeFile = Annotated[
+    Path | None,
+    option(
+        "--recipe",
+        panel=WHAT,
+        metavar="FILE",
+        help="Take targets, ignore and group size from an llm-compressor recipe (YAML).",
+    ),
+]
+WriteRecipe = Annotated[
+    Path | None,
+    option("--write-recipe", panel=OUTPUT, metavar="FILE", help="Write targets, ignore and group size as a recipe."),
 ]
 RestOption = Annotated[
     RestName, option("--rest", panel=WHAT, help="The other FP8 linears: bf16 decodes them (default), fp8 keeps them.")
@@ -179,39 +234,94 @@ Json = Annotated[bool, option("--json", panel=OUTPUT, flag=True, help="One JSON 
 Debug = Annotated[bool, option("--debug", panel=OUTPUT, flag=True, help="Tracebacks.")]
 
 
-def policy_from(
-    context: typer.Context,
-    group_size: str | None,
-    scheme: str | None,
-    rest: RestName,
-    mtp: MtpName,
-    ignore: list[str] | None,
-    targets: list[str] | None,
-    max_shard_size: str,
-) -> Policy:
-    """The policy of `plan` and `convert`. --group-size and --scheme say the same: the command line wins, as always."""
-    if group_size is not None and scheme is not None:
-        if from_environment(context, "group_size") and not from_environment(context, "scheme"):
-            group_size = None
-        elif from_environment(context, "scheme") and not from_environment(context, "group_size"):
-            scheme = None
-    named = None if scheme is None else int(scheme.rpartition("g")[2])
-    if group_size is not None and named is not None and int(group_size) != named:
-        ours, theirs = spelled(context, "group_size"), spelled(context, "scheme")
-        raise KizamiError(
-            f"{ours} {group_size} and {theirs} {scheme} contradict each other",
-            code="bad_option",
-            hint="give one of the two",
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What `plan` and `convert` have been told about the output, as it was written."""
+
+    group_size: str | None
+    scheme: str | None
+    layout: LayoutName
+    rest: RestName
+    mtp: MtpName
+    roles: list[str] | None
+    ignore: list[str] | None
+    targets: list[str] | None
+    allow_requantize: bool
+    recipe: Path | None
+    max_shard_size: str
+
+    def policy(self, context: typer.Context) -> Policy:
+        """Raises KizamiError where two options contradict each other."""
+        to, group_size = self._scheme(context)
+        targets, ignore = tuple(self.targets or ()), tuple(self.ignore or ())
+        if self.recipe is not None:
+            from kizami.formats.recipes import read_recipe
+
+            recipe = read_recipe(self.recipe)
+            if targets or (group_size is not None and group_size != recipe.group_size):
+                raise KizamiError(
+                    f"{spelled(context, 'recipe')} says what is packed; so do {spelled(context, 'targets')} and "
+                    f"{spelled(context, 'group_size')}",
+                    code="bad_option",
+                    hint="give one of the two; --ignore adds to the recipe's",
+                )
+            targets, ignore, group_size = recipe.targets, recipe.ignore + ignore, recipe.group_size
+        return Policy(
+            to=to,
+            group_size=group_size if group_size is not None else self._default_group_size(),
+            format=self.layout,
+            rest=self.rest,
+            mtp=self.mtp,
+            targets=targets,
+            ignore=ignore,
+            roles=tuple(map(_role, self.roles or ())),
+            allow_requantize=self.allow_requantize,
+            max_shard_bytes=parse_size(self.max_shard_size, spelled(context, "max_shard_size")),
         )
-    chosen = int(group_size) if group_size is not None else named
-    return Policy(
-        group_size=chosen if chosen is not None else GROUP_SIZES[0],
-        rest=rest,
-        mtp=mtp,
-        targets=tuple(targets or ()),
-        ignore=tuple(ignore or ()),
-        max_shard_bytes=parse_size(max_shard_size, spelled(context, "max_shard_size")),
-    )
+
+    def _default_group_size(self) -> int:
+        return 128 if self.layout == "w4afp8" else GROUP_SIZES[0]  # its kernel has no other
+
+    def _scheme(self, context: typer.Context) -> tuple[Literal["int4", "fp8", "bf16"], int | None]:
+        """--group-size and --scheme say the same: the command line wins, as always."""
+        group_size, scheme = self.group_size, self.scheme
+        if group_size is not None and scheme is not None:
+            if from_environment(context, "group_size") and not from_environment(context, "scheme"):
+                group_size = None
+            elif from_environment(context, "scheme") and not from_environment(context, "group_size"):
+                scheme = None
+        chosen = None if group_size is None else int(group_size)
+        if scheme is None:
+            return "int4", chosen
+        named = int(scheme.rpartition("g")[2]) if scheme.startswith("w4a16") else None
+        if chosen is not None and named != chosen:
+            ours, theirs = spelled(context, "group_size"), spelled(context, "scheme")
+            raise KizamiError(
+                f"{ours} {group_size} and {theirs} {scheme} contradict each other",
+                code="bad_option",
+                hint="give one of the two",
+            )
+        return ("int4" if named else "fp8" if scheme == "fp8-block" else "bf16"), named
+
+
+def policy_from(context: typer.Context, told: PolicyOptions, ui: Ui) -> Policy:
+    """Also says what of a recipe is not taken over."""
+    policy = told.policy(context)
+    if told.recipe is not None:
+        from kizami.formats.recipes import read_recipe
+
+        ui.warn(read_recipe(told.recipe).notes)
+    return policy
+
+
+def _role(text: str) -> tuple[str, Form]:
+    role, _, form = text.partition("=")
+    if form not in get_args(Form):
+        raise KizamiError(
+            f"--set {printable(text, 60)}; expected ROLE=FORM, where FORM is one of {', '.join(get_args(Form))}",
+            code="bad_option",
+        )
+    return role.strip().replace("-", "_"), cast(Form, form)
 
 
 def method_from(method: MethodChoice, scale_sign: SignName, clip_allowance: str) -> Method:

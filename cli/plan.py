@@ -9,6 +9,7 @@ from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
 from kizami.cli.target import Target
+from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
     from kizami.quantize.capacity import SplitGroup
@@ -23,16 +24,21 @@ def plan(
     src: o.Source,
     group_size: o.GroupSize = None,
     scheme: o.Scheme = None,
+    layout: o.Layout = "pack-quantized",
     rest: o.RestOption = "bf16",
     mtp: o.MtpOption = "quantize",
+    set_role: o.SetRole = None,
     ignore: o.Ignore = None,
     targets: o.Targets = None,
+    recipe: o.RecipeFile = None,
+    allow_requantize: o.AllowRequantize = False,
     max_shard_size: o.MaxShardSize = "5GB",
     tp: o.TensorParallel = None,
     method: o.MethodOption = "search",
     scale_sign: o.ScaleSignOption = "signed",
     clip_allowance: o.ClipAllowance = "none",
     output: o.ToFile = None,
+    write_recipe: o.WriteRecipe = None,
     quiet: o.Quiet = False,
     verbose: o.Verbose = False,
     json: o.Json = False,
@@ -49,14 +55,21 @@ def plan(
     from kizami.quantize.planner import build_plan
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
-    policy = o.policy_from(context, group_size, scheme, rest, mtp, ignore, targets, max_shard_size)
+    told = o.PolicyOptions(
+        group_size, scheme, layout, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
+    )
+    policy = o.policy_from(context, told, ui)
     checkpoint = open_source(src)
     target = None if output is None else Target.checked(output, checkpoint.root)
+    recipe_file = None if write_recipe is None else Target.checked(str(write_recipe), checkpoint.root)
     made = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
     body = plan_body(made, tp)
     if target is not None:
         target.write(plan_document(made, body))
         ui.note(f"written to {output}")
+    if recipe_file is not None:
+        recipe_file.write(recipe_of(made))
+        ui.note(f"written to {write_recipe}")
     if json:
         ui.emit("plan", body)
     else:
@@ -65,6 +78,17 @@ def plan(
     if tp is not None and (findings := split_groups(made, tp)):
         ui.fail(map(str, findings), len(findings))
         raise typer.Exit(1)
+
+
+def recipe_of(plan: "Plan") -> bytes:
+    """What the plan packs, as a recipe of llm-compressor: the entries of its quantization_config."""
+    from kizami.formats.recipes import write_recipe
+
+    config = plan.quantization_config
+    groups = [group for group in config.get("config_groups", {}).values() if group["weights"]["type"] == "int"]
+    if len(groups) != 1:
+        raise KizamiError("a recipe describes one INT4 group in pack-quantized form; this plan has none", code="usage")
+    return write_recipe(tuple(groups[0]["targets"]), tuple(config["ignore"]), plan.policy.group_size).encode()
 
 
 def plan_document(plan: "Plan", body: dict[str, Any]) -> bytes:
@@ -88,10 +112,10 @@ def _entry(step: "Step") -> dict[str, Any]:
         "mtp": step.place.in_mtp,
         "source": {
             "dtype": step.weight.dtype,
-            "shape": list(step.weight.shape),
+            "shape": list(step.shape),
             "file": step.weight.file,
             "bytes": step.source_nbytes,
-            "scale": step.scaled.scale.name if step.scaled else None,
+            "scale": step.encoding.scale.name if step.encoding else None,
         },
         "outputs": [
             {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
@@ -106,6 +130,7 @@ def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
     from kizami.quantize.capacity import bytes_per_gpu, tensor_parallel_sizes
     from kizami.quantize.estimate import estimate
     from kizami.quantize.executor import available_cores
+    from kizami.quantize.loading import find_loading
 
     cores = available_cores()
     guess = estimate(plan, plan.method.name, cores)
@@ -133,6 +158,10 @@ def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
             "bytes_per_gpu": {str(n): bytes_per_gpu(plan, n) for n in _sizes(tp)},
             "findings": [_finding(finding) for n in _sizes(tp) for finding in _findings(plan, n)],
         },
+        "engines": [
+            {"engine": found.engine, "loads": found.error is None, "error": found.error, "needs": list(found.needs)}
+            for found in find_loading(plan, tp or 1)
+        ],
         "estimate": {
             "workers": cores,
             "method": plan.method.name,
@@ -192,6 +221,11 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
         )
     ui.heading("tensor parallelism (weights only)")
     _show_tp(ui, plan, tp, body["tensor_parallel"])
+    ui.heading(f"engines, at tp {tp or 1} (kizami check has more)")
+    for found in body["engines"]:
+        ui.prose(f"{found['engine']}: " + (f"no: {found['error']}" if found["error"] else "loads"))
+        for need in found["needs"]:
+            ui.prose(f"  needs: {need}")
     guess = body["estimate"]
     ui.say()
     ui.pairs([

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from kizami.formats.checkpoint import Checkpoint
+    from kizami.quantize.verification.files import Problem
     from kizami.quantize.verify import Verification
-    from kizami.quantize.verify_files import Problem
 
 PROBLEMS_SHOWN = 50
 THRESHOLD_SHOWN = 5  # a threshold that is not met is one thing, not one per tensor

@@ -1,4 +1,4 @@
-"""FP8 source dialects: which tensors are FP8 weights, where their scales are and what each scale value covers.
+"""Source dialects: which tensors are FP8 or INT4 weights, where their scales are and what each scale value covers.
 
 The tensors decide: a weight is FP8 if its dtype is F8_E4M3 and a scale lies beside it under a known name. Lists such as
 `modules_to_not_convert` are not consulted (GLM-5's names a module that does not exist and omits one that is BF16).
@@ -24,6 +24,7 @@ from kizami.formats.foreign import (
     shape_text,
     tensor_error,
 )
+from kizami.formats.packed_source import PackedWeight, find_packed_weights
 from kizami.formats.tensors import TensorInfo
 
 ScaleFormat = Literal["f32", "bf16", "f16", "e8m0"]
@@ -52,16 +53,27 @@ class ScaledWeight:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """All FP8 weights of a checkpoint.
+    """All FP8 and INT4 weights of a checkpoint.
 
-    `weights` by module name (`X` of `X.weight`), `scales` maps each scale tensor to its module, `stale` maps tensors
-    that lose their meaning in a conversion to the reason, `label` describes the dialect in a few words.
+    `weights` (FP8) and `packed` (INT4) by module name (`X` of `X.weight`, of `X.weight_packed`), `scales` maps each
+    tensor that only serves another (scale, shape) to its module, `stale` maps tensors that lose their meaning in a
+    conversion to the reason, `label` describes the dialect in a few words.
     """
 
     weights: Mapping[str, ScaledWeight]
+    packed: Mapping[str, PackedWeight]
     scales: Mapping[str, str]
     stale: Mapping[str, str]
     label: str
+
+    def encoding_of(self, info: TensorInfo) -> tuple[str, ScaledWeight | PackedWeight | None]:
+        """(module, how it is encoded) of a tensor that is none of `scales`; its own name for what is no weight."""
+        if info.name.endswith(".weight"):
+            module = info.name.removesuffix(".weight")
+            return module, self.weights.get(module)
+        module = info.name.removesuffix(".weight_packed")
+        packed = self.packed.get(module) if module != info.name else None
+        return info.name if packed is None else module, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +85,19 @@ class _Declared:
     scale_fmt: str | None
 
 
-def find_scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Dialect:
-    """Pair every F8_E4M3 weight with its scale, from config and headers alone.
+def find_encoded_weights(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Dialect:
+    """Pair every FP8 and INT4 weight with its scale, from config and headers alone.
 
-    A checkpoint without FP8 weights gives an empty Dialect. Raises KizamiError: `missing_scale`, `ambiguous_scale`,
+    A checkpoint of plain weights gives an empty Dialect. Raises KizamiError: `missing_scale`, `ambiguous_scale`,
     `orphan_scale`, `scale_grid`, `missing_block_size`, `unsupported_dtype`, `unsupported_format`, `unsupported_shape`,
-    `already_int4`, `empty_tensor`, `bad_config`.
+    `empty_tensor`, `bad_config`, and for INT4 `missing_packed`, `ambiguous_weight`.
     """
     declared = _declared(config)
     for info in tensors.values():
-        refuse_other_formats(info, tensors, config)
+        refuse_other_formats(info, tensors)
     weights: dict[str, ScaledWeight] = {}
-    scales: dict[str, str] = {}
+    packed = find_packed_weights(config, tensors)
+    scales = {info.name: module for module, found in packed.items() for info in found.tensors[1:]}
     for info in tensors.values():
         if info.dtype == "F8_E4M3" and not _is_scale_of_fp8(info.name, tensors):
             module = _module_of_fp8(info)
@@ -96,7 +109,7 @@ def find_scaled_weights(config: Mapping[str, Any], tensors: Mapping[str, TensorI
         for module in weights
         if (name := f"{module}.input_scale") in tensors
     }
-    return Dialect(weights, scales, stale, _label(weights, tensors))
+    return Dialect(weights, packed, scales, stale, _label(weights, packed, tensors))
 
 
 def decode_scales(raw: npt.NDArray[np.uint8], scaled: ScaledWeight) -> npt.NDArray[np.float32]:
@@ -126,6 +139,11 @@ def decode_scales(raw: npt.NDArray[np.uint8], scaled: ScaledWeight) -> npt.NDArr
 
 # Safetensors' F8_E4M3 is read as e4m3fn; a config may say that other codes were put into it.
 _OTHER_FP8 = ("fnuz", "e5m2")
+
+
+def declared_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The block size of FP8 scales that the config gives."""
+    return _declared(config).block
 
 
 def _declared(config: Mapping[str, Any]) -> _Declared:
@@ -290,12 +308,17 @@ def _refuse_orphans(tensors: Mapping[str, TensorInfo], scales: Mapping[str, str]
         )
 
 
-def _label(weights: Mapping[str, ScaledWeight], tensors: Mapping[str, TensorInfo]) -> str:
+def _label(
+    weights: Mapping[str, ScaledWeight], packed: Mapping[str, PackedWeight], tensors: Mapping[str, TensorInfo]
+) -> str:
+    int4 = [f"int4 pack-quantized, group {size}" for size in sorted({found.group_size for found in packed.values()})]
+    if int4 and not weights:
+        return " + ".join(int4)
     if not weights:
         dtypes = Counter(t.dtype for t in tensors.values() if t.name.endswith(".weight") and len(t.shape) == 2)
         return f"no FP8 weights ({', '.join(d for d, _ in dtypes.most_common(3)) or 'no 2-D weights'})"
     kinds = Counter(_kind(s) for s in weights.values())
-    return "fp8 " + " + ".join(kind for kind, _ in kinds.most_common(4))
+    return " + ".join(["fp8 " + " + ".join(kind for kind, _ in kinds.most_common(4)), *int4])
 
 
 def _kind(scaled: ScaledWeight) -> str:

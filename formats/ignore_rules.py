@@ -38,6 +38,10 @@ _FUSED = {
     "gate_proj": "(gate|up|gate_up)_proj", "up_proj": "(gate|up|gate_up)_proj",
     "q_proj": "(q|k|v|qkv)_proj", "k_proj": "(q|k|v|qkv)_proj", "v_proj": "(q|k|v|qkv)_proj",
 }  # fmt: skip
+_MERGED = {
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+}  # fmt: skip
 # Real names have at most 8 components after their layer; a longer one gets no pattern, but is listed itself.
 _MAX_COMPONENTS = 32
 _LAYER_WORDS = frozenset({"layers", "mtp"})  # a number after one of them is that of a layer
@@ -96,8 +100,16 @@ def _entries_for_rest(left: Sequence[str], taken: "_Taken") -> list[str]:
     entries: dict[str, None] = {}
     for module in left:
         if not any(Pattern(entry).match(module) for entry in _candidates(module, taken) if entry in entries):
-            entries[next(iter(_candidates(module, taken)))] = None
+            entry = next(iter(_candidates(module, taken)))
+            entries |= dict.fromkeys((entry, *_merged_names(module, taken)) if entry == module else (entry,))
     return list(entries)
+
+
+def _merged_names(module: str, taken: "_Taken") -> Iterator[str]:
+    """What SGLang calls a merged linear that `module` is a member of: beside exact names it needs that one, too."""
+    parent, dot, leaf = module.rpartition(".")
+    if "experts" not in parent.split(".") and leaf in _MERGED and f"{parent}{dot}{_MERGED[leaf]}" not in taken.names:
+        yield f"{parent}{dot}{_MERGED[leaf]}"
 
 
 def _candidates(module: str, taken: "_Taken") -> Iterator[str]:
@@ -262,6 +274,8 @@ def _named(module: str, taken: _Taken) -> str:
 def _target_entries(parent: tuple[str, ...], names: Sequence[_Name], fp8: Sequence[str], taken: _Taken) -> list[str]:
     """Patterns for packed modules under one parent, e.g. `mlp.experts.#`: all layers, some layers, or one by one."""
     leaves = sorted({name.tail[-1] for name in names})
+    if "experts" not in parent:  # whose members are never merged by name
+        leaves = sorted({*leaves, *(_MERGED[leaf] for leaf in leaves if leaf in _MERGED)})
     tail = _expression(("0" if part == "#" else part for part in parent), exact=False) + _alternatives(leaves) + "$"
     wide = rf"re:.*\.{tail}"
     modules = [".".join((*name.head, *name.tail)) for name in names]
@@ -280,7 +294,7 @@ def _target_entries(parent: tuple[str, ...], names: Sequence[_Name], fp8: Sequen
             entry = rf"{start}\.{_alternatives(map(str, _ordered(mine)))}\.{tail}"
         if taken.budget.allows(entry) and _tells_apart(entry, modules, rivals):
             return [entry]
-    return list(dict.fromkeys(_exact_target(module, taken) for module in modules))
+    return list(dict.fromkeys(entry for module in modules for entry in _exact_targets(module, taken)))
 
 
 def _tells_apart(entry: str, modules: Sequence[str], rivals: Sequence[str]) -> bool:
@@ -289,10 +303,15 @@ def _tells_apart(entry: str, modules: Sequence[str], rivals: Sequence[str]) -> b
     return all(map(match, modules)) and not any(map(match, rivals))
 
 
-def _exact_target(module: str, taken: _Taken) -> str:
+def _exact_targets(module: str, taken: _Taken) -> Iterator[str]:
     name = _Name.of(module)
-    entry = f"re:{name.layer_expression}{_expression(name.tail[:-1], True)}{re.escape(name.tail[-1])}$"
-    return _literal(module) if taken.is_hit(entry, taken.in_layer(name.at)) else entry
+    for leaf in (name.tail[-1], *([_MERGED[name.tail[-1]]] if _is_merged(name) else [])):
+        entry = f"re:{name.layer_expression}{_expression(name.tail[:-1], True)}{re.escape(leaf)}$"
+        yield _literal(module) if taken.is_hit(entry, taken.in_layer(name.at)) else entry
+
+
+def _is_merged(name: _Name) -> bool:
+    return "experts" not in name.tail and name.tail[-1] in _MERGED
 
 
 def _ordered(layers: Iterable[int | None]) -> list[int]:
@@ -303,4 +322,6 @@ def _alternatives(words: Iterable[str]) -> str:
     listed = [re.escape(word) for word in words]
     if sorted(listed) == ["down_proj", "gate_proj", "up_proj"]:
         return "(gate|up|down)_proj"
+    if sorted(listed) == ["down_proj", "gate_proj", "gate_up_proj", "up_proj"]:
+        return "(gate|up|gate_up|down)_proj"
     return listed[0] if len(listed) == 1 else f"({'|'.join(listed)})"

@@ -20,8 +20,7 @@ _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_t
 _MAX_FRONT_MATTER_LINES = 400
 _MAX_LINE = 500  # characters; also bounds the work of the expressions below
 _MAX_TAGS = 40
-_OWN_TAGS = ("int4", "compressed-tensors", "kizami")
-_DROPPED_TAGS = frozenset({"fp8", "8-bit", "4-bit", "bf16"})  # they describe the source's weights
+_DROPPED_TAGS = frozenset({"fp8", "int4", "8-bit", "4-bit", "bf16"})  # they describe the source's weights
 # A plain YAML scalar that is nothing but a scalar: no quote, anchor, alias, tag, block or flow indicator.
 _SCALAR = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._/+~@()=%-]*(?::(?=[A-Za-z0-9/])[A-Za-z0-9 ._/+~@()=%?&-]*)*", re.ASCII)
 _FLOW_LIST = re.compile(r"\[ *([^\[\]]*?) *\]")
@@ -62,12 +61,11 @@ class CardFacts:
     base_model: str | None
     scheme: str
     method: str
-    group_size: int
-    rest: str
+    forms: tuple[tuple[str, str], ...]  # (which modules, what they are)
+    tags: tuple[str, ...]
     source_bytes: int
     output_bytes: int
     bits_per_weight: float
-    packed_modules: int
     errors: tuple[ErrorRow, ...]
     has_negative_scales: bool
     tp_sizes: tuple[int, ...]
@@ -122,7 +120,7 @@ def _front_matter(source_readme: str | None, facts: CardFacts) -> list[str]:
         lines += ["base_model:", f"- {facts.base_model}", "base_model_relation: quantized"]
     lines += ["library_name: transformers", "tags:"]
     kept = [tag for tag in _tags(source.get("tags", [])) if tag.lower() not in _DROPPED_TAGS]
-    lines += [f"- {tag}" for tag in dict.fromkeys([*kept[:_MAX_TAGS], *_OWN_TAGS])]
+    lines += [f"- {tag}" for tag in dict.fromkeys([*kept[:_MAX_TAGS], *facts.tags])]
     return [*lines, "---"]
 
 
@@ -188,16 +186,14 @@ def _tags(block: list[str]) -> list[str]:
 
 
 def _summary(facts: CardFacts) -> list[str]:
-    base = f"`{facts.base_model}`" if _is_hub_id(facts.base_model) else "The FP8 source"
-    rest = {"bf16": "BF16", "fp8": "FP8 where the source is FP8, else as in the source"}.get(facts.rest, facts.rest)
+    base = f"`{facts.base_model}`" if _is_hub_id(facts.base_model) else "The source"
     return [
-        f"{base}, quantized offline with kizami {escape_markdown(facts.kizami_version)}.",
+        f"{base}, converted offline with kizami {escape_markdown(facts.kizami_version)}.",
         "",
         "| | |",
         "|---|---|",
         f"| scheme | {escape_markdown(facts.scheme)} |",
-        f"| INT4 modules | {facts.packed_modules:,} linears, symmetric, group size {facts.group_size}, BF16 scales |",
-        f"| everything else | {escape_markdown(rest)} |",
+        *(f"| {escape_markdown(which)} | {escape_markdown(what)} |" for which, what in facts.forms),
         f"| method | {escape_markdown(facts.method)} |",
         f"| size | {_size(facts.source_bytes)} -> {_size(facts.output_bytes)} ({facts.output_bytes:,} bytes) |",
         f"| bits per weight, whole model | {facts.bits_per_weight:.3f} |",

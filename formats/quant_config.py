@@ -34,12 +34,12 @@ def build_quantization_config(
 ) -> dict[str, Any]:
     """The config that describes exactly the modules given, which are those with a 2-D weight.
 
-    packed: written as INT4 (at least one). fp8: kept in FP8, in blocks of `fp8_block` or, when that is None, with one
-    scale per output channel. plain: everything else, embeddings and heads included. mtp_packed: whether the next-token
-    layers' experts are INT4, None without such layers. Raises AssertionError if the result, read back by `resolver`,
-    does not say of every module what was given here.
+    packed: written as INT4. fp8: written as FP8, in blocks of `fp8_block` or, when that is None, with one scale per
+    output channel. One of the two has modules. plain: everything else, embeddings and heads included. mtp_packed:
+    whether the next-token layers' experts are INT4, None without such layers. Raises AssertionError if the result, read
+    back by `resolver`, does not say of every module what was given here.
     """
-    assert packed, "an INT4 output has at least one packed module"
+    assert packed or fp8, "an output without INT4 and FP8 has no quantization config"
     given = [*packed, *fp8, *plain]
     assert len(set(given)) == len(given), "a module has one form"
     ignore = derive_ignore(
@@ -48,15 +48,18 @@ def build_quantization_config(
     )  # fmt: skip
     result: dict[str, Any] = {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "pack-quantized" if packed else "float-quantized",
         "quantization_status": "compressed",
     }
-    if fp8:
+    if not packed:
+        result["config_groups"] = {"group_0": _fp8_group(fp8_block)}
+    elif fp8:
         result["config_groups"] = _mixed_groups(group_size, derive_targets(packed, fp8), fp8_block)
-        result |= {"ignore": ignore, "kv_cache_scheme": kv_cache_scheme}
     else:
         result["config_groups"] = {"group_0": _int4_group(group_size)}
-        result |= {"ignore": ignore, "kv_cache_scheme": kv_cache_scheme, "global_compression_ratio": None}
+    result |= {"ignore": ignore, "kv_cache_scheme": kv_cache_scheme}
+    if not fp8:
+        result["global_compression_ratio"] = None  # Kimi-K2-Thinking's has it
     _self_check(result, {"int4": packed, "fp8": fp8, "none": plain})
     return result
 
@@ -79,6 +82,16 @@ def _mixed_groups(group_size: int, targets: list[str], block: tuple[int, int] | 
         "num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size, "symmetric": True,
         "dynamic": False, "actorder": None,
     }  # fmt: skip
+    return {
+        "group_0": {
+            "format": "pack-quantized", "targets": targets, "weights": int4, "input_activations": None,
+            "output_activations": None,
+        },
+        "group_1": _fp8_group(block),
+    }  # fmt: skip
+
+
+def _fp8_group(block: tuple[int, int] | None) -> dict[str, Any]:
     fp8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     activations: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
     if block is None:
@@ -88,14 +101,8 @@ def _mixed_groups(group_size: int, targets: list[str], block: tuple[int, int] | 
         fp8 = _with_strategy(fp8, strategy="block", block_structure=list(block))
         activations = _with_strategy(activations, strategy="group", group_size=block[1])
     return {
-        "group_0": {
-            "format": "pack-quantized", "targets": targets, "weights": int4, "input_activations": None,
-            "output_activations": None,
-        },
-        "group_1": {
-            "format": "float-quantized", "targets": ["Linear"], "weights": fp8, "input_activations": activations,
-            "output_activations": None,
-        },
+        "format": "float-quantized", "targets": ["Linear"], "weights": fp8, "input_activations": activations,
+        "output_activations": None,
     }  # fmt: skip
 
 
@@ -183,12 +190,16 @@ def _bad_config(where: str, found: object, expected: str) -> KizamiError:
 
 
 def output_config(source_config: Mapping[str, Any], quantization_config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the output: the source's, with `quantization_config` in exactly one place.
+    """config.json of the output: the source's, with `quantization_config` in exactly one place (in none if it is
+    empty).
 
     That is the top level if the source has a copy there or none at all, else `text_config` if the source has it there;
     it takes the key position of the copy it replaces. Every other copy goes, at any depth: readers look in several
     places, and a stale one would win in some of them.
     """
+    if not quantization_config:
+        plain: dict[str, Any] = _stripped(source_config)
+        return plain
     text = source_config.get("text_config")
     in_text = not _holds(source_config) and isinstance(text, dict) and _holds(text)
     new = copy.deepcopy(dict(quantization_config))

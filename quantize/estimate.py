@@ -23,8 +23,9 @@ class Estimate:
 
 
 def estimate(plan: Plan, method: MethodName, workers: int) -> Estimate:
-    packed = sum(step.weight.nbytes for step in plan.packed)
+    rounded = [step for step in plan.steps if step.action == "quantize"]
+    packed = sum(max(step.weight.nbytes, step.weights) for step in rounded)  # of an INT4 source, what it decodes to
     moved = sum(step.weight.nbytes for step in plan.steps if step.action not in ("quantize", "drop"))
-    largest = max((OUTPUTS * step.nbytes + SURVEY * step.weight.nbytes for step in plan.packed), default=0.0)
+    largest = max((OUTPUTS * step.nbytes + SURVEY * step.weights for step in plan.packed), default=0.0)
     seconds = (packed / PACK_RATES[method] + moved / MOVE_RATE) / workers
     return Estimate(seconds, BASE_BYTES + int(workers * (WORKER_BYTES + largest)))

@@ -52,9 +52,8 @@ def identity_of(plan: Plan, source_contents: dict[str, str]) -> dict[str, Any]:
 
 
 def source_mtimes(shard: Shard, checkpoint: Checkpoint) -> dict[str, int]:
-    weights = [step.weight for step in shard.steps]
-    scales = [step.scaled.scale for step in shard.steps if step.scaled is not None]
-    return {info.file: checkpoint.headers[info.file].mtime_ns for info in (*weights, *scales)}
+    sources = (info for step in shard.steps for info in step.sources)
+    return {info.file: checkpoint.headers[info.file].mtime_ns for info in sources}
 
 
 class Journal:

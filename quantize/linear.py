@@ -78,9 +78,11 @@ def quantize_linear(
     method: Method,
     empty: Empty = np.empty,
     band: int | None = None,
+    smallest_scale: float = 0.0,
 ) -> PackedLinear:
     """weight [N, K]: uint8 e4m3 bytes with float32 `scale` [ceil(N/b0), ceil(K/b1)], or uint16 BF16 bits, float16 or
     float32 without one. K is a multiple of group_size. `empty` (shape, dtype) provides the memory of the result.
+    smallest_scale: in BF16, the least magnitude of a scale that the output's layout holds.
     The weight is gone through twice in bands of rows; their height, `band`, does not show in the result.
     Raises NonFiniteError.
     """
@@ -102,9 +104,8 @@ def quantize_linear(
     scales = empty((rows, columns // group_size), np.uint16)
     span, totals = new_span(min(rows, bands.band), columns, group_size), new_totals(above * CHUNK)
     for first, last, source in bands.sources() if n else ():
-        _quantize_rows(
-            source, span, method, floor, packed[first:last].reshape(-1), scales[first:last].reshape(-1), totals
-        )
+        to = packed[first:last].reshape(-1), scales[first:last].reshape(-1)
+        _quantize_rows(source, span, method, np.float32(smallest_scale), floor, *to, totals)
     return PackedLinear(packed, scales, _sums(totals, floor, n, scales.size))
 
 
@@ -302,17 +303,24 @@ def _found(raw: Any, value: Any, scale: Any) -> str:
 
 
 def _quantize_rows(
-    source: Source, span: Span, method: Method, floor: np.float32, packed: Array, scale: Array, totals: Totals
+    source: Source,
+    span: Span,
+    method: Method,
+    smallest: np.float32,
+    floor: np.float32,
+    packed: Array,
+    scale: Array,
+    totals: Totals,
 ) -> None:
     if method.name != "search":
-        rule_rows(source, method.name == "minmax", span, floor, packed, scale, totals)
+        rule_rows(source, method.name == "minmax", smallest, span, floor, packed, scale, totals)
         return
     group_size = span.relative.size
     chosen = candidates(group_size, method.clip_allowance)
     table = error_table(group_size, method.clip_allowance).reshape(-1)
     positive = method.scale_sign == "positive"
     search = Search(table, chosen.divisors, MINUS, chosen.reach_plus, chosen.reach_minus, positive)
-    search_rows(source, search, span, floor, packed, scale, totals)
+    search_rows(source, search, smallest, span, floor, packed, scale, totals)
 
 
 def _sums(totals: Totals, floor: np.float32, n: int, groups: int) -> ErrorSums:

@@ -9,9 +9,10 @@ from typing import Any, get_args
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import resolve_inside
+from kizami.formats.int4_layout import FORMATS
 from kizami.formats.strict_json import dump_json, read_json_object
 from kizami.quantize.plan import Plan, canonical
-from kizami.quantize.settings import GROUP_SIZES, Method, MethodName, Policy, ScaleSign
+from kizami.quantize.settings import GROUP_SIZES, Form, Method, MethodName, Mtp, Policy, Rest, ScaleSign
 
 MANIFEST = "kizami.json"
 REPORT = "kizami-report.jsonl"
@@ -146,12 +147,27 @@ def policy_of(manifest: dict[str, Any]) -> Policy:
     """The policy that a manifest records. KizamiError where it is none (another version's, or a forged one)."""
     fields = dict(manifest["policy"])
     try:
-        patterns = {key: tuple(fields[key]) for key in ("targets", "ignore")}
-        if not all(isinstance(pattern, str) for pattern in patterns["targets"] + patterns["ignore"]):
-            raise TypeError
-        return Policy(**fields | patterns)
-    except (KeyError, TypeError):
+        lists = {key: tuple(fields[key]) for key in ("targets", "ignore")}
+        roles = tuple((role, form) for role, form in fields["roles"])
+        policy = Policy(**fields | lists | {"roles": roles})
+    except (KeyError, TypeError, ValueError):
+        policy = None
+    if policy is None or not _is_policy(policy):
         raise KizamiError("its policy is not one of this version", code="bad_manifest", file=MANIFEST) from None
+    return policy
+
+
+def _is_policy(policy: Policy) -> bool:
+    words = (*policy.targets, *policy.ignore, *(role for role, _ in policy.roles))
+    return (
+        all(isinstance(word, str) for word in words)
+        and policy.to in ("int4", "fp8", "bf16")
+        and policy.format in FORMATS
+        and policy.rest in get_args(Rest)
+        and policy.mtp in get_args(Mtp)
+        and all(form in get_args(Form) for _, form in policy.roles)
+        and isinstance(policy.allow_requantize, bool)
+    )
 
 
 def method_of(manifest: dict[str, Any]) -> Method:

@@ -19,11 +19,11 @@ from kizami.quantize.buffers import Buffers
 from kizami.quantize.executor import available_cores, in_thread
 from kizami.quantize.finish import complete_published, finish
 from kizami.quantize.journal import Journal, ShardRecord, identity_of, source_mtimes
-from kizami.quantize.linear import warm_up
 from kizami.quantize.place import check_no_strangers, check_place, check_still_absent, needed_bytes, written_files
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.tensor import Piece
+from kizami.quantize.warm_up import warm_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ def run(
         _check_free_space(needed_bytes(plan, todo, side_file_bytes(checkpoint, side_files)), partial)
         resumed = sum(_source_bytes(shard) for shard in plan.shards if shard.number in journal.done)
         on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed, outdated))
-        if any(step.action == "quantize" for shard in todo for step in shard.steps):
-            warm_up(plan.method, plan.policy.group_size)
+        if todo:
+            warm_up(plan)
         in_thread(
             lambda stop: _convert_all(plan, checkpoint, todo, journal, workers or available_cores(), on_event, stop)
         )

@@ -5,29 +5,64 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import ScaledWeight
 from kizami.formats.families import Place
+from kizami.formats.packed_source import PackedWeight
 from kizami.formats.tensors import TensorInfo, TensorSpec
 from kizami.quantize.settings import Method, Policy
 
-Action = Literal["quantize", "dequantize", "copy", "keep_fp8", "drop"]
-PLAN_FORMAT = 1  # part of the hash: raise it whenever the same inputs would give other bytes
+OutputForm = Literal["int4", "fp8", "none"]
+Action = Literal["quantize", "repack", "to_fp8", "keep_fp8", "dequantize", "copy", "drop"]
+OUTPUT_FORMS: dict[Action, OutputForm] = {
+    "quantize": "int4",  # rounded to INT4
+    "repack": "int4",  # INT4 in the source: the same codes and scales, in the output's layout
+    "to_fp8": "fp8",  # rounded to FP8 blocks
+    "keep_fp8": "fp8",
+}
+PLAN_FORMAT = 2  # part of the hash: raise it whenever the same inputs would give other bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What becomes of one source tensor (a weight together with its scale)."""
 
-    module: str  # the tensor's name without ".weight"
+    module: str  # the tensor's name without ".weight" or ".weight_packed"
     action: Action
     reason: str
     place: Place
-    weight: TensorInfo
-    scaled: ScaledWeight | None  # the FP8 pair; None for a source tensor without scale
+    weight: TensorInfo  # of an INT4 source: its weight_packed
+    encoding: ScaledWeight | PackedWeight | None  # how the source holds an FP8 or INT4 weight; None for anything else
     outputs: tuple[TensorSpec, ...]  # none for "drop"
+
+    @property
+    def form(self) -> OutputForm:
+        return OUTPUT_FORMS.get(self.action, "none")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers, not of the words that hold them."""
+        return (
+            (self.encoding.rows, self.encoding.cols) if isinstance(self.encoding, PackedWeight) else self.weight.shape
+        )
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether this is the 2-D weight of a module: what an engine may have a quantized form for."""
+        return len(self.shape) == 2 and self.weight.name != self.module
+
+    @property
+    def sources(self) -> tuple[TensorInfo, ...]:
+        match self.encoding:
+            case ScaledWeight():
+                return self.weight, self.encoding.scale
+            case PackedWeight():
+                return self.encoding.tensors
+            case None:
+                return (self.weight,)
 
     @property
     def nbytes(self) -> int:
@@ -35,14 +70,11 @@ class Step:
 
     @property
     def source_nbytes(self) -> int:
-        return self.weight.nbytes + (self.scaled.scale.nbytes if self.scaled else 0)
+        return sum(info.nbytes for info in self.sources)
 
     @property
     def weights(self) -> int:
-        count = 1
-        for size in self.weight.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +140,7 @@ class Plan:
 
     @property
     def packed(self) -> list[Step]:
-        return [step for step in self.steps if step.action == "quantize"]
+        return [step for step in self.steps if step.form == "int4"]
 
     @cached_property
     def bits_per_weight(self) -> float:
@@ -145,8 +177,8 @@ def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """Names, sizes and header hashes of the files and the hash of the config. Sizes and headers pin every tensor's
     name, dtype, shape and place; the data itself is compared by `verify --against`."""
     return {
-        "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
-        "tensors": len(checkpoint.tensors),
+        "bytes": sum(info.nbytes for head in checkpoint.headers.values() for info in head.tensors),
+        "tensors": sum(len(head.tensors) for head in checkpoint.headers.values()),
         "config_sha256": hashlib.sha256(canonical(checkpoint.config).encode()).hexdigest(),
         "files": {
             name: {"bytes": head.file_size, "header_sha256": head.sha256} for name, head in checkpoint.headers.items()

@@ -1,28 +1,33 @@
 """From an open checkpoint to a plan. Everything that can fail fails here, from headers and config alone."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
-from kizami.formats.dialects import find_scaled_weights
+from kizami.formats.dialects import find_encoded_weights
 from kizami.formats.errors import KizamiError
 from kizami.formats.families import Family, find_family
+from kizami.formats.fused_experts import split_fused_experts
+from kizami.formats.method_configs import READER_NOTES, build_method_config
 from kizami.formats.quant_config import build_quantization_config, output_config
-from kizami.quantize.decide import decide, warn
+from kizami.quantize.advice import warn
+from kizami.quantize.constraints import check_steps, fp8_block
+from kizami.quantize.decide import decide
 from kizami.quantize.layout import cut_into_shards
 from kizami.quantize.plan import Plan, Step, source_identity
-from kizami.quantize.settings import GROUP_SIZES, Method, Policy
-
-FP8_KERNEL_BLOCK = (128, 128)  # the only block of SGLang's and vLLM's block-FP8 GEMMs (w8a8_block_fp8_matmul in both)
+from kizami.quantize.settings import GROUP_SIZES, WHOLE_MTP, Method, Policy
 
 
 def build_plan(checkpoint: Checkpoint, policy: Policy, method: Method) -> Plan:
     """The plan for converting `checkpoint`. Raises KizamiError for what cannot be done or must not be done silently."""
     check_settings(policy, method)
+    tensors, notes = split_fused_experts(checkpoint.config, checkpoint.tensors)
+    checkpoint = replace(checkpoint, tensors=tensors, notes=(*checkpoint.notes, *notes))
     family, warnings = find_family(checkpoint.config, checkpoint.tensors)
-    dialect = find_scaled_weights(checkpoint.config, checkpoint.tensors)
+    dialect = find_encoded_weights(checkpoint.config, checkpoint.tensors)
     steps = decide(checkpoint, family, dialect, policy)
-    if policy.rest == "fp8":
-        _check_kept_blocks(steps)
+    check_steps(steps, policy)
     quantization_config = _quantization_config(checkpoint, family, policy, steps)
     return Plan(
         policy=policy,
@@ -34,7 +39,7 @@ def build_plan(checkpoint: Checkpoint, policy: Policy, method: Method) -> Plan:
         quantization_config=quantization_config,
         config=_config(checkpoint.config, quantization_config, policy),
         source=source_identity(checkpoint),
-        warnings=(*warnings, *warn(steps, policy), *checkpoint.notes),
+        warnings=(*warnings, *warn(steps, policy), *_layout_notes(checkpoint, policy, steps), *checkpoint.notes),
     )
 
 
@@ -61,34 +66,33 @@ def check_settings(policy: Policy, method: Method) -> None:
         )
 
 
-def _check_kept_blocks(steps: list[Step]) -> None:
-    for step in steps:
-        if step.action == "keep_fp8" and step.scaled is not None and step.scaled.block != FP8_KERNEL_BLOCK:
-            raise KizamiError(
-                f"its scale covers blocks of {list(step.scaled.block)}; --rest fp8 can keep blocks of [128, 128] only",
-                code="unsupported_block",
-                file=step.weight.file,
-                tensor=step.weight.name,
-                hint="use --rest bf16, or --ignore and --targets to change what is kept",
-            )
-
-
 def _quantization_config(checkpoint: Checkpoint, family: Family, policy: Policy, steps: list[Step]) -> dict[str, Any]:
-    linears = [s for s in steps if s.weight.name.endswith(".weight") and len(s.weight.shape) == 2]
-    by_action = {
-        action: [s.module for s in linears if s.action == action]
-        for action in ("quantize", "keep_fp8", "dequantize", "copy")
-    }
+    linears = [step for step in steps if step.is_linear and step.action != "drop"]
+    modules = {form: [step.module for step in linears if step.form == form] for form in ("int4", "fp8", "none")}
+    if not modules["int4"] and not modules["fp8"]:
+        return {}
+    if policy.format != "pack-quantized" and modules["int4"]:
+        return build_method_config(
+            policy.format, policy.group_size, packed=modules["int4"], plain=modules["none"], fp8=modules["fp8"]
+        )
     return build_quantization_config(
         group_size=policy.group_size,
-        packed=by_action["quantize"],
-        fp8=by_action["keep_fp8"],
-        plain=by_action["dequantize"] + by_action["copy"],
-        fp8_block=FP8_KERNEL_BLOCK if by_action["keep_fp8"] else None,
+        packed=modules["int4"],
+        fp8=modules["fp8"],
+        plain=modules["none"],
+        fp8_block=fp8_block(steps),
         num_hidden_layers=family.num_layers,
-        mtp_packed=policy.mtp == "quantize",
+        mtp_packed=policy.mtp == "quantize" and not any(role == WHOLE_MTP for role, _ in policy.roles),
         kv_cache_scheme=_carried_kv_scheme(checkpoint),
     )
+
+
+def _layout_notes(checkpoint: Checkpoint, policy: Policy, steps: list[Step]) -> Iterator[str]:
+    """What whoever serves this layout has to know."""
+    if any(step.form == "int4" for step in steps):
+        yield from READER_NOTES[policy.format]
+        if policy.format != "pack-quantized" and _carried_kv_scheme(checkpoint) is not None:
+            yield f"the source's kv_cache_scheme is not carried over: a {policy.format} config has no place for it"
 
 
 def _carried_kv_scheme(checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -65,20 +65,36 @@ def unpack(words: NDArray[np.int32]) -> Codes:
     return (nibbles.astype(np.int8) - np.int8(8)).reshape(words.shape[0], -1)
 
 
-def minmax(w: F32, g: int) -> tuple[Codes, F32]:
-    """compressed-tensors' chain on CPU: weight, scale and quotient are each rounded to BF16 (section 3)."""
+def fp8_blocks(w: F32, side: int = 128) -> tuple[NDArray[np.uint8], F32]:
+    """(e4m3fn codes [N, K], scales): max|w| / 448 of each block of side x side, at least 2^-126, and 1 where all are 0;
+    the code nearest to fl32(w / scale), ties to the even code. Weights are finite."""
+    (n, k), (rows, columns) = w.shape, (-(-w.shape[0] // side), -(-w.shape[1] // side))
+    padded = np.zeros((rows * side, columns * side), np.float32)
+    padded[:n, :k] = np.abs(w)
+    blocks = padded.reshape(rows, side, columns, side)
+    peak = blocks.max(axis=(1, 3)).astype(np.float64)
+    scale = np.where(peak == 0, 1, np.maximum((peak / 448).astype(np.float32), SMALLEST_SCALE)).astype(np.float32)
+    quotient = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:n, :k]
+    exponent = np.where(quotient < 2.0**-6, -6, np.frexp(quotient)[1] - 1)  # codes below 2^-6 are 2^-9 apart, too
+    eighths = np.rint(np.ldexp(quotient, 3 - exponent)).astype(np.int32)  # 8 to 16 of a power of two; less below 2^-6
+    return (8 * (exponent + 6) + eighths + np.where(np.signbit(w), 0x80, 0)).astype(np.uint8), scale
+
+
+def minmax(w: F32, g: int, smallest: float = 0.0) -> tuple[Codes, F32]:
+    """compressed-tensors' chain on CPU: weight, scale and quotient are each rounded to BF16 (section 3). smallest: the
+    least scale that the output's layout holds."""
     wb = _groups(from_bf16(to_bf16(w)), g)
     s = from_bf16(to_bf16(np.abs(wb).max(axis=2) / np.float32(7.5)))
-    s = np.where(s == 0, ZERO_GROUP_SCALE, s)
+    s = np.maximum(np.where(s == 0, ZERO_GROUP_SCALE, s), np.float32(smallest))
     quotient = from_bf16(to_bf16(wb / s[:, :, None]))
     return np.rint(np.clip(quotient, -8, 7)).astype(np.int8).reshape(w.shape), s
 
 
-def signed(w: F32, g: int) -> tuple[Codes, F32]:
+def signed(w: F32, g: int, smallest: float = SMALLEST_SCALE) -> tuple[Codes, F32]:
     """The extreme weight, positive in a tie, becomes the code -8 (section 4)."""
     groups = _groups(w, g)
     high, low = np.maximum(groups.max(axis=2), 0), np.maximum((-groups).max(axis=2), 0)
-    magnitude = np.maximum(from_bf16(to_bf16(np.maximum(high, low) / np.float32(8))), np.float32(SMALLEST_SCALE))
+    magnitude = np.maximum(from_bf16(to_bf16(np.maximum(high, low) / np.float32(8))), np.float32(smallest))
     s = np.where(low > high, magnitude, -magnitude)
     s = np.where(np.maximum(high, low) == 0, ZERO_GROUP_SCALE, s)
     return nearest_codes(w, s, g), s
@@ -208,6 +224,25 @@ def error_sums(w: F32, codes: Codes, s: F32, g: int, threshold: np.float32 | Non
         "groups": s.size,
         "zero_groups": int((~groups.any(axis=2)).sum()),
         "negative_scales": int((s < 0).sum()),
+    }
+
+
+def fp8_error_sums(w: F32, codes: NDArray[np.uint8], scale: F32, side: int = 128) -> dict[str, Any]:
+    """The same for FP8 blocks, without the top_* sums: nothing is clipped, no scale is negative."""
+    restored = dequantize(codes, scale, (side, side)).astype(np.float64)
+    error = w - restored
+    return {
+        "n": w.size,
+        "sum_w2": float(np.square(w, dtype=np.float64).sum()),
+        "sum_e2": float(np.square(error).sum()),
+        "sum_q2": float(np.square(restored).sum()),
+        "max_abs_error": float(np.abs(error).max(initial=0)),
+        "groups": scale.size,
+        "zero_groups": sum(
+            not w[i : i + side, j : j + side].any()
+            for i in range(0, w.shape[0], side)
+            for j in range(0, w.shape[1], side)
+        ),
     }
 
 

@@ -3,13 +3,23 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kizami.formats.families import Role
+from kizami.formats.int4_layout import Format
+
 MethodName = Literal["minmax", "signed", "search"]
 ScaleSign = Literal["signed", "positive"]
+Form = Literal["int4", "fp8", "bf16", "keep"]
 Rest = Literal["bf16", "fp8"]
 Mtp = Literal["quantize", "keep", "drop"]
 
 GROUP_SIZES = (32, 64, 128)  # what SGLang's and vLLM's Marlin kernels take (marlin_utils.py in both)
 BITS = 4
+WHOLE_MTP = "mtp"  # as a role of --set: every linear of the next-token layers, not their eh_proj alone
+# Roles whose linears may be given a form. Engines read embeddings, heads and routers as plain weights.
+SETTABLE_ROLES = (
+    Role.ROUTED_EXPERT, Role.SHARED_EXPERT, Role.DENSE_MLP, Role.ATTENTION, Role.INDEXER, Role.MTP, Role.VISION,
+    Role.OTHER,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +38,17 @@ class Method:
 class Policy:
     """What becomes of each tensor. Decides every output name, shape and byte count; no arithmetic."""
 
+    to: Literal["int4", "fp8", "bf16"] = "int4"  # what the targets become
     group_size: int = 32
+    format: Format = "pack-quantized"  # how INT4 weights lie in the output
     rest: Rest = "bf16"
     mtp: Mtp = "quantize"
-    targets: tuple[str, ...] = ()  # modules to pack instead of the routed experts: exact names or `re:` + regex
-    ignore: tuple[str, ...] = ()  # modules to leave unpacked, same syntax, wins over targets
+    targets: tuple[str, ...] = ()  # modules instead of the routed experts: exact names, `re:` + regex, or `Linear`
+    ignore: tuple[str, ...] = ()  # modules that are no targets after all, same syntax
+    roles: tuple[tuple[str, Form], ...] = ()  # (role, form): what becomes of the linears of a role; targets go first
+    allow_requantize: bool = False  # INT4 to INT4 of larger groups: rounds weights that are rounded already
     max_shard_bytes: int = 5_000_000_000
 
     @property
     def scheme(self) -> str:
-        return f"w{BITS}a16-g{self.group_size}"
+        return {"int4": f"w{BITS}a16-g{self.group_size}", "fp8": "fp8-block", "bf16": "bf16"}[self.to]

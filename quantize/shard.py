@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event, Semaphore
 from typing import Any, TypeVar
 
+from kizami.formats.packed_source import PackedWeight
 from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
 from kizami.quantize.buffers import Buffers
@@ -48,11 +49,12 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
     """Writes `shop.folder/shard.file` durably. Pieces are written in order, so the bytes do not depend on who was
     faster. Raises KizamiError, or Stopped."""
     steps: list[tuple[Step, ErrorSums | None]] = []
+    sums: ErrorSums | None = None  # of the pieces of a step
 
     def compute(piece: Piece) -> Produced:
         if shop.stop.is_set():
             raise Stopped
-        return produce(piece, shop.reader, shop.plan.method, shop.plan.policy.group_size, shop.buffers)
+        return produce(piece, shop.reader, shop.plan.policy, shop.plan.method, shop.buffers)
 
     work = chain.from_iterable(pieces(step) for step in shard.steps)
     with ShardWriter(shop.folder / shard.file, shard.tensors) as writer:
@@ -61,8 +63,11 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
                 writer.append(name, data)
                 shop.buffers.give(data)
             shop.on_piece(piece)
+            if produced.sums is not None:
+                sums = produced.sums if sums is None else sums + produced.sums
             if piece.last:
-                steps.append((piece.step, produced.sums))
+                steps.append((piece.step, sums))
+                sums = None
             del produced, data  # they would stay in memory while the next piece is awaited
         written = writer.finish()
     rows = [report_row(shop.plan, shard, step, sums, written.crc32) for step, sums in steps]
@@ -119,15 +124,20 @@ def report_row(
         "layer": step.place.layer,
         "expert": step.place.expert,
         "mtp": step.place.in_mtp,
-        "shape": list(step.weight.shape),
-        "source_dtype": step.weight.dtype,
-        "dtype": step.outputs[0].dtype if step.action != "quantize" else "INT4",
+        "shape": list(step.shape),
+        "source_dtype": "INT4" if isinstance(step.encoding, PackedWeight) else step.weight.dtype,
+        "dtype": "INT4" if step.form == "int4" else step.outputs[0].dtype,
         "bytes": step.nbytes,
         "source_bytes": step.source_nbytes,
         "shard": shard.file,
         "crc32": {spec.name: f"{crc32[spec.name]:08x}" for spec in step.outputs},
     }
     if sums is not None:
-        row |= {"scheme": plan.policy.scheme, "method": plan.method.name, **sums.figures()}
+        how = (
+            {"scheme": plan.policy.scheme, "method": plan.method.name}
+            if step.form == "int4"
+            else {"scheme": "fp8-block"}
+        )
+        row |= how | sums.figures()
         row |= {"weight_energy": sums.sum_w2, "error_energy": sums.sum_e2}  # so that rows can be pooled exactly
     return row

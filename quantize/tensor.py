@@ -1,7 +1,9 @@
 """From source bytes to output bytes for one step, in pieces that bound the memory."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -9,15 +11,23 @@ from numpy.typing import DTypeLike, NDArray
 
 from kizami.formats.dialects import ScaledWeight, decode_scales
 from kizami.formats.errors import KizamiError
+from kizami.formats.int4_layout import smallest_scale
+from kizami.formats.packed_source import PackedWeight, check_weight_shape
 from kizami.formats.reader import TensorReader
+from kizami.quantize.arrange import arrange
 from kizami.quantize.buffers import Buffers
-from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
+from kizami.quantize.decide import FP8_BLOCK
+from kizami.quantize.fp8 import to_fp8_blocks
+from kizami.quantize.linear import NonFiniteError, Rows, dequantize_rows, quantize_linear
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
-from kizami.quantize.settings import Method
+from kizami.quantize.settings import Method, Policy
+from kizami.quantize.unpack import PackedRows, as_float32, bf16_scales, to_bf16
 
 # Source bytes per piece of a tensor that needs no look at the whole: a core is busy with it for 5 ms.
 PIECE_BYTES = 8 << 20
+ZERO_CODES = np.uint32(0x88888888).view(np.int32)  # a word of eight codes 0
+BYTE_FOR_BYTE = ("copy", "keep_fp8")
 SOURCE_VIEWS = {"F8_E4M3": np.uint8, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
@@ -33,40 +43,57 @@ class Piece:
     @property
     def source_nbytes(self) -> int:
         """Bytes of the source weight that this piece reads."""
-        rows = self.step.weight.shape[0] if self.step.action in ("quantize", "dequantize") else self.step.weight.nbytes
+        rows = self.step.weight.nbytes if self.step.action in BYTE_FOR_BYTE else self.step.shape[0]
         return self.step.weight.nbytes * self.count // rows if rows else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """The bytes to append to each output tensor, and the error sums once the tensor is whole."""
+    """The bytes to append to each output tensor, and the error sums of the piece where it was rounded."""
 
     chunks: tuple[tuple[str, NDArray[np.generic]], ...]
     sums: ErrorSums | None = None
 
 
 def pieces(step: Step) -> Iterator[Piece]:
-    """quantize is one piece: its largest weights decide on the whole tensor. The rest is cut."""
-    if step.action == "quantize":
-        yield Piece(step, 0, step.weight.shape[0], True)
+    """INT4 is made in one piece: its largest weights decide on the whole tensor, and some layouts are transposed. The
+    rest is cut, FP8 at the edges of its blocks."""
+    if step.form == "int4":
+        yield Piece(step, 0, step.shape[0], True)
         return
-    total, unit = (step.weight.nbytes, 1) if step.action in ("copy", "keep_fp8") else step.weight.shape
+    total, unit = (step.weight.nbytes, 1) if step.action in BYTE_FOR_BYTE else step.shape
     size = max(1, PIECE_BYTES // unit)
+    if step.action == "to_fp8":
+        size = -(-size // FP8_BLOCK[0]) * FP8_BLOCK[0]
     starts = range(0, total, size) if total else range(1)
     for first in starts:
         yield Piece(step, first, min(size, total - first), first + size >= total)
 
 
-def produce(piece: Piece, reader: TensorReader, method: Method, group_size: int, buffers: Buffers) -> Produced:
+def produce(piece: Piece, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers) -> Produced:
     """Reads the piece, computes it, and gives the bytes in output order, in arrays that `buffers` takes back.
 
     Raises KizamiError naming file and tensor.
     """
     step = piece.step
-    if step.action == "quantize":
-        return _quantize(step, reader, method, group_size, buffers)
-    if step.action == "dequantize":
-        return _dequantize(piece, reader, buffers)
+    try:
+        match step.action:
+            case "quantize":
+                return _quantize(step, reader, policy, method, buffers)
+            case "repack":
+                return _repack(step, reader, policy)
+            case "dequantize":
+                return _dequantize(piece, reader, buffers)
+            case "to_fp8":
+                return _to_fp8(piece, reader, buffers)
+        return _pass_on(piece, reader, buffers)
+    except NonFiniteError as e:
+        raise non_finite(step, e) from None
+
+
+def _pass_on(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
+    """copy and keep_fp8: the source's bytes, looked at for NaN where they are FP8."""
+    step = piece.step
     raw = reader.read(step.weight, first=piece.first, nbytes=piece.count, empty=buffers.empty)
     chunks: list[tuple[str, NDArray[np.generic]]] = [(step.outputs[0].name, raw)]
     if step.action == "keep_fp8":
@@ -79,6 +106,21 @@ def produce(piece: Piece, reader: TensorReader, method: Method, group_size: int,
 def read_scales(scaled: ScaledWeight, reader: TensorReader) -> NDArray[np.float32]:
     """The scale grid [ceil(N/b0), ceil(K/b1)] in float32."""
     return decode_scales(reader.read(scaled.scale), scaled)
+
+
+@contextmanager
+def source_rows(step: Step, reader: TensorReader, buffers: Buffers) -> Iterator[Rows]:
+    """The source weight as quantize_linear takes it; its memory goes back at the end."""
+    rows: SourceRows | PackedRows
+    if isinstance(step.encoding, PackedWeight):
+        _check_weight_shape(step.encoding, reader)
+        rows = PackedRows(step.encoding, reader, buffers)
+    else:
+        rows = SourceRows(step, reader, buffers)
+    try:
+        yield rows
+    finally:
+        rows.close()
 
 
 class SourceRows:
@@ -113,54 +155,91 @@ class SourceRows:
         self._memory = self._held = None
 
 
-def _quantize(step: Step, reader: TensorReader, method: Method, group_size: int, buffers: Buffers) -> Produced:
-    scale = None if step.scaled is None else read_scales(step.scaled, reader)
-    block = None if step.scaled is None else step.scaled.block
-    weight = SourceRows(step, reader, buffers)
-    try:
-        linear = quantize_linear(weight, scale, block, group_size, method, buffers.empty)
-    except NonFiniteError as e:
-        raise non_finite(step, e) from None
-    finally:
-        weight.close()
-    packed, shape, scales = step.outputs
-    chunks = (
-        (packed.name, linear.packed),
-        (shape.name, np.array(step.weight.shape, dtype="<i4")),
-        (scales.name, linear.scale),
-    )
-    return Produced(chunks, linear.sums)
+def _quantize(step: Step, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers) -> Produced:
+    scale, block = None, None
+    if isinstance(step.encoding, ScaledWeight):
+        scale, block = read_scales(step.encoding, reader), step.encoding.block
+    with source_rows(step, reader, buffers) as weight:
+        smallest = smallest_scale(policy.format)
+        linear = quantize_linear(
+            weight, scale, block, policy.group_size, method, buffers.empty, smallest_scale=smallest
+        )
+    return Produced(_arranged(step, policy, linear.packed, linear.scale), linear.sums)
+
+
+def _repack(step: Step, reader: TensorReader, policy: Policy) -> Produced:
+    """The source's own codes and scales; groups that are divided share their scale."""
+    encoding = step.encoding
+    assert isinstance(encoding, PackedWeight)
+    _check_weight_shape(encoding, reader)
+    packed = reader.read(encoding.packed).view("<i4").reshape(encoding.rows, -1)
+    scale = bf16_scales(encoding, reader)
+    _check_group_scales(scale, encoding.group_size)
+    scale = np.repeat(scale, encoding.group_size // policy.group_size, axis=1)
+    zero = (packed.reshape(*scale.shape, -1) == ZERO_CODES).all(axis=2)
+    negative = int((scale >> 15).sum())
+    sums = ErrorSums(n=prod(step.shape), groups=scale.size, zero_groups=int(zero.sum()), negative_scales=negative)
+    return Produced(_arranged(step, policy, packed, scale), sums)
+
+
+def _arranged(
+    step: Step, policy: Policy, packed: NDArray[np.int32], scale: NDArray[np.uint16]
+) -> tuple[tuple[str, NDArray[np.generic]], ...]:
+    rows, cols = step.shape
+    arrays = arrange(policy.format, packed, scale, policy.group_size, (rows, cols), step.module)
+    return tuple((spec.name, array) for spec, array in zip(step.outputs, arrays, strict=True))
 
 
 def _dequantize(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
-    step = piece.step
-    assert step.scaled is not None
+    step, encoding = piece.step, piece.step.encoding
+    if not isinstance(encoding, ScaledWeight):
+        with source_rows(step, reader, buffers) as weight:
+            values = weight[piece.first : piece.first + piece.count]
+            return Produced(((step.outputs[0].name, to_bf16(values, piece.first, buffers.empty)),))
     k = step.weight.shape[1]
     raw = reader.read(step.weight, first=piece.first * k, nbytes=piece.count * k, empty=buffers.empty)
     codes = raw.reshape(piece.count, k)
-    scales = read_scales(step.scaled, reader)
-    try:
-        rows = dequantize_rows(codes, scales, step.scaled.block, piece.first, buffers.empty)
-    except NonFiniteError as e:
-        raise non_finite(step, e) from None
+    rows = dequantize_rows(codes, read_scales(encoding, reader), encoding.block, piece.first, buffers.empty)
     buffers.give(codes)
     return Produced(((step.outputs[0].name, rows),))
+
+
+def _to_fp8(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
+    step = piece.step
+    with source_rows(step, reader, buffers) as weight:
+        values = as_float32(weight[piece.first : piece.first + piece.count])
+        made = to_fp8_blocks(values, piece.first, buffers.empty)
+    names = [spec.name for spec in step.outputs]
+    return Produced(((names[0], made.codes), (names[1], made.scale)), made.sums)
+
+
+def _check_weight_shape(encoding: PackedWeight, reader: TensorReader) -> None:
+    if encoding.shape_tensor is not None:
+        dtype = {"I32": "<i4", "I64": "<i8"}[encoding.shape_tensor.dtype]
+        check_weight_shape(reader.read(encoding.shape_tensor).view(dtype).tolist(), encoding)
+
+
+def _check_group_scales(scale: NDArray[np.uint16], group_size: int) -> None:
+    bad = np.argwhere((scale & 0x7F80) == 0x7F80)
+    if len(bad):
+        i, j = (int(x) for x in bad[0])
+        raise NonFiniteError(i, j * group_size, f"a group scale of BF16 bits 0x{scale[i, j]:04X}")
 
 
 def _check_codes(step: Step, codes: NDArray[np.uint8], first: int) -> None:
     nan = np.flatnonzero((codes & 0x7F) == 0x7F)  # e4m3fn has two NaN codes and no infinity
     if len(nan):
         row, col = divmod(first + int(nan[0]), step.weight.shape[1])
-        raise non_finite(step, NonFiniteError(row, col, f"NaN code 0x{codes[nan[0]]:02X}"))
+        raise NonFiniteError(row, col, f"NaN code 0x{codes[nan[0]]:02X}")
 
 
 def _kept_scales(step: Step, reader: TensorReader) -> NDArray[np.float32]:
-    assert step.scaled is not None
-    scales = read_scales(step.scaled, reader)
+    assert isinstance(step.encoding, ScaledWeight)
+    scales = read_scales(step.encoding, reader)
     bad = np.argwhere(~np.isfinite(scales) | (scales < 0))
     if len(bad):
-        (i, j), (b0, b1) = bad[0], step.scaled.block
-        raise non_finite(step, NonFiniteError(int(i) * b0, int(j) * b1, f"scale {scales[i, j]}"))
+        (i, j), (b0, b1) = bad[0], step.encoding.block
+        raise NonFiniteError(int(i) * b0, int(j) * b1, f"scale {scales[i, j]}")
     return scales
 
 

@@ -1,9 +1,10 @@
 """Proof from the finished bytes. Trusts nothing from the run: structure, hashes, and, with the source, every bit.
 
 Checks without source: every file is the one the manifest names; index, headers, config, report and manifest agree;
-every module is in exactly one form; scales are usable. With source: verify_source.py.
+every module is in exactly one form; scales are usable. With source: verification/source.py.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,12 +14,15 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.index import INDEX_NAME
 from kizami.quantize.executor import available_cores
-from kizami.quantize.manifest import CONFIG, REPORT, read_manifest
+from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, policy_of, read_manifest
 from kizami.quantize.report import Row, over_threshold, read_report, worst_tensors
-from kizami.quantize.verify_damage import locate_damage
-from kizami.quantize.verify_files import Problem, check_files
-from kizami.quantize.verify_source import check_against
-from kizami.quantize.verify_structure import check_scales, check_structure, packed_modules
+from kizami.quantize.verification.config import check_config
+from kizami.quantize.verification.damage import locate_damage
+from kizami.quantize.verification.files import Problem, check_files
+from kizami.quantize.verification.foreign import NOTE as FOREIGN_NOTE
+from kizami.quantize.verification.foreign import Foreign
+from kizami.quantize.verification.source import check_against
+from kizami.quantize.verification.structure import check_scales, check_structure, check_totals, packed_modules, rules_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,10 @@ def verify(
     try:
         manifest = read_manifest(out)
     except KizamiError as e:
+        if e.code == "no_manifest" and any(os.path.lexists(out / name) for name in (MANIFEST, REPORT)):
+            raise  # kizami's, and without its manifest
         if e.code == "no_manifest":
-            raise
+            return _verify_foreign(out, e, against, workers)
         return Verification((_problem(e),), skipped=(STRUCTURE, SCALES, *([SOURCE] if against else [])))
     problems, notes = check_files(out, manifest, workers)
     changed = [problem.file for problem in problems if problem.code == "changed_file" and problem.file]
@@ -91,6 +97,29 @@ def verify(
     )
 
 
+def _verify_foreign(out: Path, no_manifest: KizamiError, against: Checkpoint | None, workers: int) -> Verification:
+    """Raises `no_manifest` for what is no INT4 checkpoint at all."""
+    try:
+        foreign = Foreign.open(out)
+    except KizamiError as e:
+        if e.code == "missing_file" and e.file != CONFIG:  # a folder of something else
+            raise no_manifest from None
+        return Verification((_problem(e),), skipped=(STRUCTURE, SCALES), notes=(FOREIGN_NOTE,))
+    if foreign is None:
+        raise no_manifest
+    if against is not None:
+        raise KizamiError(
+            f"has no {MANIFEST}: what was made of which tensor is not known, so nothing can be compared with --against",
+            code="no_manifest",
+            file=out.name,
+            hint="leave --against out: structure and scales are checked",
+        )
+    problems, packed, tensors = foreign.problems(workers), foreign.dialect.packed, foreign.checkpoint.tensors
+    return Verification(
+        tuple(problems), {STRUCTURE: len(tensors), SCALES: len(packed)}, notes=(FOREIGN_NOTE,), tensors=len(tensors)
+    )
+
+
 def _check_contents(
     out: Path,
     manifest: dict[str, Any],
@@ -107,8 +136,11 @@ def _check_contents(
     if differing & needed and against is None:
         return Verification((), skipped=(STRUCTURE, SCALES))
     checkpoint = Checkpoint.open(out)
-    packed = packed_modules(checkpoint)
-    problems = [*check_structure(checkpoint, manifest, rows, packed)]
+    policy = policy_of(manifest)
+    packed = packed_modules(checkpoint, policy.format)
+    rules = rules_of(checkpoint.config)
+    problems = [*check_structure(checkpoint, policy, packed, rules), *check_totals(checkpoint, manifest, rows)]
+    problems += [] if problems else check_config(checkpoint, policy)
     checked = {STRUCTURE: len(checkpoint.tensors)}
     if problems:
         skipped = (SCALES, *([SOURCE] if against else []))

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.header import encode_header
+from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.strict_json import dump_json
 from kizami.quantize.manifest import self_hash
 from kizami.quantize.report import ROW_CRC32, encode_row
@@ -72,3 +75,29 @@ def _checked_line(line: bytes) -> bytes:
         return row_line(json.loads(line))
     except (ValueError, TypeError, AttributeError, RecursionError):
         return line
+
+
+def forge_tensors(out: Path, drop: Collection[str]) -> None:
+    """Takes tensors out of the weight files as if the run had never written them: headers, index, report, totals and
+    all hashes agree."""
+    checkpoint = Checkpoint.open(out)
+    for file in {checkpoint.tensors[name].file for name in drop}:
+        header = checkpoint.headers[file]
+        kept = [info for info in header.tensors if info.name not in drop]
+        raw = (out / file).read_bytes()
+        shard = encode_header([info.spec for info in kept], {"format": "pt"})
+        shard += b"".join(raw[info.begin : info.end] for info in kept)
+        forge(out, file, lambda data, shard=shard: data.__setitem__(slice(None), shard))
+    left = {name: info for name, info in checkpoint.tensors.items() if name not in drop}
+    index = encode_index({n: i.file for n, i in left.items()}, sum(i.nbytes for i in left.values()))
+    forge(out, INDEX_NAME, lambda data: data.__setitem__(slice(None), index))
+
+    def forget(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["crc32"] = {name: crc for name, crc in row["crc32"].items() if name not in drop}
+
+    def recount(manifest: dict[str, Any]) -> None:
+        manifest["output"] |= {"bytes": sum(i.nbytes for i in left.values()), "tensors": len(left)}
+
+    forge_rows(out, forget)
+    forge_manifest(out, recount)

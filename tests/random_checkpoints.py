@@ -289,6 +289,7 @@ def _refusals(linears: list[_Linear], packed: set[str], group: int, rest: str) -
     """All reasons there are; kizami may name any of them."""
     found = set() if packed else {"nothing_matched"}
     forms: dict[str, str] = {}
+    blocks: set[tuple[int, int] | str | None] = set()  # of what stays FP8: one kind, of two that engines have
     for linear in linears:
         kept = linear.dtype == "F8_E4M3" and rest == "fp8" and linear.module.rpartition(".")[2] not in NO_LINEARS
         forms[linear.module] = "int4" if linear.module in packed else "fp8" if kept else "plain"
@@ -299,9 +300,16 @@ def _refusals(linears: list[_Linear], packed: set[str], group: int, rest: str) -
             found.add("group_does_not_divide")
         if linear.module in packed and linear.module.endswith("embed_tokens"):
             found.add("unsupported_target")
-        if forms[linear.module] == "fp8" and linear.kept_block != (128, 128):
-            found.add("unsupported_block")
-    for members in (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj")):
+        if forms[linear.module] == "fp8":
+            blocks.add("channel" if linear.kept_block == (1, linear.shape[1]) else linear.kept_block)
+    if blocks - {(128, 128), "channel"} or len(blocks) > 1:
+        found.add("unsupported_block")
+    for members in (
+        ("gate_proj", "up_proj"),
+        ("w1", "w3"),
+        ("q_proj", "k_proj", "v_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa"),
+    ):
         for module in forms:
             parent, _, part = module.rpartition(".")
             siblings = {forms[f"{parent}.{m}"] for m in members if f"{parent}.{m}" in forms}

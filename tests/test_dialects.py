@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kizami.formats.dialects import Dialect, ScaledWeight, decode_scales, find_scaled_weights
+from kizami.formats.dialects import Dialect, ScaledWeight, decode_scales, find_encoded_weights
 from kizami.formats.errors import KizamiError
 from kizami.formats.tensors import DTYPE_BITS, TensorInfo
 
@@ -27,7 +27,7 @@ def tensors(*entries: tuple[str, str, tuple[int, ...]], file: str = "a.safetenso
 
 
 def find(config: dict[str, Any], *entries: tuple[str, str, tuple[int, ...]]) -> Dialect:
-    return find_scaled_weights(config, tensors(*entries))
+    return find_encoded_weights(config, tensors(*entries))
 
 
 def pair(
@@ -57,7 +57,7 @@ def test_pairs_span_files_and_are_listed_both_ways() -> None:
     weight = tensors((f"{X}.weight", "F8_E4M3", (576, 6144)), file="a.safetensors")
     scale = tensors((f"{X}.weight_scale_inv", "F32", (5, 48)), file="b.safetensors")
     plain = tensors(("model.norm.weight", "F32", (6144,)), ("model.layers.1.mlp.gate.weight", "BF16", (4, 6144)))
-    dialect = find_scaled_weights(BLOCK, scale | plain | weight)
+    dialect = find_encoded_weights(BLOCK, scale | plain | weight)
     assert dialect.weights[X] == ScaledWeight(weight[f"{X}.weight"], scale[f"{X}.weight_scale_inv"], (128, 128), "f32")
     assert dialect.scales == {f"{X}.weight_scale_inv": X}
     assert dialect.stale == {}
@@ -286,17 +286,11 @@ def test_ue8m0_in_the_config_does_not_change_f32_scales() -> None:
     assert pair((128, 128), (1, 1), config).scale_format == "f32"
 
 
-@pytest.mark.parametrize("dtype", ["I32"])
-def test_packed_int4_is_already_done(dtype: str) -> None:
-    error = refusal({}, (f"{X}.weight_packed", dtype, (8, 8)), (f"{X}.weight_scale", "BF16", (8, 2)))
-    assert (error.code, error.tensor) == ("already_int4", f"{X}.weight_packed")
-
-
 def test_packed_int8_is_another_format() -> None:
     config = {"quantization_config": {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}}}
     error = refusal(config, (f"{X}.weight_packed", "I32", (8, 8)))
-    assert error.code == "unsupported_format"
-    assert "8-bit pack-quantized" in error.message
+    assert (error.code, error.file) == ("unsupported_format", "config.json")
+    assert "weights.num_bits is 8, expected 4" in error.message
 
 
 @pytest.mark.parametrize(

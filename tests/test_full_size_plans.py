@@ -82,5 +82,5 @@ def test_a_plan_writes_exactly_the_tensors_of_the_inventory(sparse, name, policy
 @pytest.mark.parametrize("name", [n for n in inventory.MODELS if n.startswith("glm-4") and n.endswith("fp8")])
 def test_channel_fp8_of_glm_4_is_planned_like_the_blocks_of_glm_5(sparse, name):
     plan = build_plan(Checkpoint.open(sparse(name)), Policy(), Method())
-    assert {step.scaled.block[0] for step in plan.packed} == {1}
+    assert {step.encoding.block[0] for step in plan.packed} == {1}
     assert {step.place.role.value for step in plan.packed} == {"routed_expert"}

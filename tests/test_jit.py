@@ -13,8 +13,11 @@ from kizami.quantize.kernels import jit
 SCRIPT = """
 import hashlib, sys
 import numpy as np
+from kizami.quantize.fp8 import to_fp8_blocks
+from kizami.quantize.kernels.unpack import unpack_rows
 from kizami.quantize.linear import quantize_linear, dequantize_rows
 from kizami.quantize.settings import Method
+from kizami.quantize.unpack import to_bf16
 codes = np.random.default_rng(5).integers(0, 0x7F, (3, 128)).astype(np.uint8)
 codes[1, 32:64] = 0x80
 scale = np.array([[1.5], [0.3]], np.float32)
@@ -24,6 +27,13 @@ for method in (Method("minmax"), Method("search"), Method("search", "positive", 
         made = quantize_linear(*source, 32, method)
         digest.update(made.packed.tobytes() + made.scale.tobytes() + repr(made.sums).encode())
 digest.update(dequantize_rows(codes, scale, (2, 128), 0).tobytes())
+values = np.random.default_rng(6).standard_normal((3, 141)).astype(np.float32)
+values[1] *= np.float32(1e-4)
+made = to_fp8_blocks(values)
+digest.update(made.codes.tobytes() + made.scale.tobytes() + repr(made.sums).encode() + to_bf16(values).tobytes())
+unpacked = np.empty((3, 128), np.float32)
+unpack_rows(np.random.default_rng(7).integers(0, 2**32, (3, 16), np.uint32), values[:, :4].copy(), unpacked)
+digest.update(unpacked.tobytes())
 print(digest.hexdigest())
 """
 

@@ -33,12 +33,11 @@ FACTS = CardFacts(
     base_model="zai-org/GLM-5.2-FP8",
     scheme="w4a16-g32",
     method="search, signed scales",
-    group_size=32,
-    rest="bf16",
+    forms=(("INT4 modules", "58,368 linears, group size 32"), ("everything else", "BF16")),
+    tags=("int4", "compressed-tensors", "kizami"),
     source_bytes=755_617_140_416,
     output_bytes=450_903_738_368,
     bits_per_weight=4.787,
-    packed_modules=58_368,
     errors=(ErrorRow("routed_expert", 58_368, 0.0812, 0.0931, 21.81),),
     has_negative_scales=True,
     tp_sizes=(1, 2, 4, 8, 16, 32),
@@ -77,7 +76,7 @@ def test_a_revision_is_named_and_verified_against() -> None:
 
 def test_without_a_hub_id_the_card_says_what_to_add() -> None:
     card = render_card(None, dataclasses.replace(FACTS, base_model=None))
-    assert "\nThe FP8 source, quantized offline" in card
+    assert "\nThe source, converted offline" in card
     assert "`base_model` and `license` were not known to kizami" in card
     assert "kizami verify THIS --against SOURCE\n" in card
     assert "`license` was not known" in render_card(None, FACTS)

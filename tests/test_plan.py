@@ -32,7 +32,7 @@ def actions(plan: Plan) -> dict[str, str]:
 def test_every_source_tensor_has_one_action_and_a_reason(plan, tiny_checkpoint):
     made = plan()
     source = Checkpoint.open(tiny_checkpoint)
-    covered = [step.weight.name for step in made.steps] + [s.scaled.scale.name for s in made.steps if s.scaled]
+    covered = [step.weight.name for step in made.steps] + [s.encoding.scale.name for s in made.steps if s.encoding]
     assert sorted(covered) == sorted(source.tensors)
     assert all(step.reason for step in made.steps)
 
@@ -71,7 +71,7 @@ def test_rest_fp8_refuses_blocks_that_no_engine_kernel_has(plan):
             rows, cols = source.tensors()[name.removesuffix("_scale_inv")].shape
             grid = (-(-rows // 64), -(-cols // 64))
             source.set(name, make_cases.Tensor("F32", grid, tensor.data[:4] * (grid[0] * grid[1])))
-    with pytest.raises(KizamiError, match=r"\[64, 64\]; --rest fp8 can keep blocks of \[128, 128\]"):
+    with pytest.raises(KizamiError, match=r"\[64, 64\]; FP8 can be kept in blocks of \[128, 128\]"):
         plan(source, rest="fp8")
 
 

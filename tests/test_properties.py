@@ -108,7 +108,7 @@ def test_a_plan_uses_every_source_tensor_once_and_counts_every_byte(source: Path
     checkpoint = Checkpoint.open(source)
     plan = build_plan(checkpoint, policy, Method())
     used = Counter(step.weight.name for step in plan.steps)
-    used.update(step.scaled.scale.name for step in plan.steps if step.scaled)
+    used.update(step.encoding.scale.name for step in plan.steps if step.encoding)
     assert used == Counter(dict.fromkeys(checkpoint.tensors, 1))
     planned = Counter(spec for step in plan.steps for spec in step.outputs)
     assert set(planned.values()) == {1}

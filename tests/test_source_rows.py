@@ -47,9 +47,9 @@ def test_bands_give_the_bytes_of_the_whole_tensor(tiny_checkpoint, monkeypatch, 
     monkeypatch.setattr(linear, "BAND_BYTES", 3 * step.weight.shape[1])
     with TensorReader(checkpoint) as reader:
         [piece] = pieces(step)
-        made = produce(piece, reader, method, 32, Buffers(2))
-        codes, scale = reader.read(step.weight).reshape(step.weight.shape), read_scales(step.scaled, reader)
-    expected = quantize_linear(codes, scale, step.scaled.block, 32, method, band=step.weight.shape[0])
+        made = produce(piece, reader, Policy(), method, Buffers(2))
+        codes, scale = reader.read(step.weight).reshape(step.weight.shape), read_scales(step.encoding, reader)
+    expected = quantize_linear(codes, scale, step.encoding.block, 32, method, band=step.weight.shape[0])
     packed, shape, scales = (data for _, data in made.chunks)
     np.testing.assert_array_equal(packed, expected.packed)
     np.testing.assert_array_equal(scales, expected.scale)

@@ -17,7 +17,7 @@ from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.manifest import REPORT
 from kizami.quantize.report import damaged_lines, whole_rows
-from kizami.quantize.verify_files import Problem
+from kizami.quantize.verification.files import Problem
 
 CHUNK_BYTES = 8 << 20
 

@@ -1,7 +1,7 @@
 """A finished output held against the checkpoint that it was made from: the proof.
 
 The plan is made anew from the source's headers, and every file must be what follows from it: the manifest, the headers,
-the index, the config and the side files byte for byte; the tensors as verify_tensors.py says; the rows of the report in
+the index, the config and the side files byte for byte; the tensors as tensors.py says; the rows of the report in
 every figure but sqnr_top_db, which needs all weights of a tensor at once.
 """
 
@@ -29,9 +29,9 @@ from kizami.quantize.plan import Plan, Shard, Step, canonical
 from kizami.quantize.planner import build_plan
 from kizami.quantize.report import ROW_CRC32, Row
 from kizami.quantize.shard import report_row
-from kizami.quantize.verify_damage import tensor_crc32s
-from kizami.quantize.verify_files import Problem
-from kizami.quantize.verify_tensors import Fault, check_step
+from kizami.quantize.verification.damage import tensor_crc32s
+from kizami.quantize.verification.files import Problem
+from kizami.quantize.verification.tensors import Fault, check_step
 
 # Sums of up to 1e8 float64 terms in two orders differ by less; the figures are ratios and roots of such sums.
 FIGURE_TOLERANCE = 1e-8

@@ -1,37 +1,50 @@
 """One tensor of the output held against its source, with the oracle's arithmetic and none of the run's."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kizami.formats.dialects import ScaledWeight
-from kizami.formats.int4_layout import WEIGHT_PACKED, WEIGHT_SCALE
+from kizami.formats.int4_layout import smallest_scale
+from kizami.formats.packed_source import PackedWeight
 from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
-from kizami.quantize import reference
+from kizami.quantize import reference, reference_layouts
+from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
 from kizami.quantize.settings import Method, Policy
+from kizami.quantize.verification.fp8 import fp8_fault
 
 BAND_WEIGHTS = 1 << 17  # the oracle works in float64: 1 MB per array and band
 COPY_BYTES = 8 << 20
 NO_TOP = np.float32(np.inf)  # the largest 0.1 % of a tensor are not known band by band
 MOST_ERROR = 1.5  # of half a step everywhere; found at most: 0.88, for groups made to round badly
 
+LAYOUT_VIEWS = {"I32": "<i4", "I8": "i1", "F16": "<f2", "F32": "<f4"}
+
 Fault = tuple[str, str]  # code, message
 Tensors = Mapping[str, TensorInfo]
 
 
-def scale_faults(raw: NDArray[np.uint8]) -> tuple[str | None, bool]:
-    """(what is wrong with a BF16 scale tensor, whether it has negative scales)."""
-    words = raw.view(np.uint16)
-    exponent = words & 0x7F80
-    negative = bool((words & 0x8000).any())
-    if (exponent == 0x7F80).any():
-        return f"element {int(np.argmax(exponent == 0x7F80))} is not finite", negative
-    if ((words & 0x7FFF) == 0).any():
-        return f"element {int(np.argmax((words & 0x7FFF) == 0))} is zero", negative
+_FLOATS = {"BF16": ("<u2", 0x7F80, 0x8000), "F16": ("<u2", 0x7C00, 0x8000), "F32": ("<u4", 0x7F800000, 0x80000000)}
+
+
+def scale_faults(raw: NDArray[np.uint8], dtype: str) -> tuple[str | None, bool]:
+    """(what is wrong with a scale tensor, whether it has negative scales)."""
+    if dtype not in _FLOATS:
+        return f"is {dtype}, expected one of {', '.join(_FLOATS)}", False
+    word, exponent, sign = _FLOATS[dtype]
+    words = raw.view(word)
+    not_finite = (words & exponent) == exponent
+    negative = bool((words & sign).any())
+    if not_finite.any():
+        return f"element {int(np.argmax(not_finite))} is not finite", negative
+    zero = (words & (sign - 1)) == 0
+    if zero.any():
+        return f"element {int(np.argmax(zero))} is zero", negative
     return None, negative
 
 
@@ -43,18 +56,22 @@ def check_step(
     policy: Policy,
     method: Method,
 ) -> tuple[list[Fault], ErrorSums | None]:
-    """What is wrong with the outputs of `step`, nothing when every bit is as it must be; and the error of a packed
+    """What is wrong with the outputs of `step`, nothing when every bit is as it must be; and the error of a rounded
     weight, but for its top_* sums. `tensors` are the output's."""
-    if step.action == "quantize":
-        return _check_packed(step, source, out, tensors, policy.group_size, method)
-    if step.action == "dequantize":
-        return list(_check_dequantized(step, source, out, tensors)), None
+    match step.action:
+        case "quantize":
+            return _check_packed(step, source, out, tensors, policy, method)
+        case "repack":
+            return _check_repacked(step, source, out, tensors, policy)
+        case "to_fp8":
+            return _check_fp8(step, source, out, tensors)
+        case "dequantize":
+            return list(_check_dequantized(step, source, out, tensors)), None
     faults = list(_check_copied(step.weight, tensors[step.outputs[0].name], source, out))
-    if step.action == "keep_fp8":
-        assert step.scaled is not None
-        kept = out.read(tensors[step.outputs[1].name]).view("<f4").reshape(step.scaled.grid)
-        if not np.array_equal(kept.view("<u4"), _scales(step.scaled, source).view("<u4")):
-            faults.append(("kept_scale", "weight_scale is not the source's scale"))
+    if isinstance(step.encoding, ScaledWeight) and step.action == "keep_fp8":
+        kept = out.read(tensors[step.outputs[1].name]).view("<f4").reshape(step.encoding.grid)
+        if not np.array_equal(kept.view("<u4"), _scales(step.encoding, source).view("<u4")):
+            faults.append(("kept_scale", f"{step.outputs[1].name} is not the source's scale"))
     return faults, None
 
 
@@ -73,38 +90,109 @@ def _check_dequantized(step: Step, source: TensorReader, out: TensorReader, tens
         found = _rows(out, tensors[step.outputs[0].name], first, rows).view("<u2").reshape(expected.shape)
         if not np.array_equal(found, expected):
             i, j = (int(x) for x in np.argwhere(found != expected)[0])
-            yield "not_dequantized", f"row {first + i}, column {j} is not bf16(e4m3 * scale)"
+            kind = "q" if isinstance(step.encoding, PackedWeight) else "e4m3"
+            yield "not_dequantized", f"row {first + i}, column {j} is not bf16({kind} * scale)"
             return
 
 
 def _check_packed(
-    step: Step, source: TensorReader, out: TensorReader, tensors: Tensors, group_size: int, method: Method
+    step: Step, source: TensorReader, out: TensorReader, tensors: Tensors, policy: Policy, method: Method
 ) -> tuple[list[Fault], ErrorSums]:
-    cols = step.weight.shape[1]
+    group_size, packed = policy.group_size, PackedOutput(step, out, tensors, policy)
     sums = ErrorSums()
     for first, rows in _bands(step):
         w = _source_rows(step, source, first, rows)
-        words = _rows(out, tensors[f"{step.module}.{WEIGHT_PACKED}"], first, rows).view("<i4").reshape(rows, cols // 8)
-        scales = _rows(out, tensors[f"{step.module}.{WEIGHT_SCALE}"], first, rows).view("<u2").reshape(rows, -1)
-        codes = reference.unpack(words)
-        steps = reference.from_bf16(scales)
-        fault = check_codes(w, codes, steps, group_size, method)
+        codes, steps = packed.rows(first, rows)
+        fault = check_codes(w, codes, steps, group_size, method, smallest_scale(policy.format))
         if fault is not None:
             return [("bad_codes", f"rows {first} to {first + rows - 1}: {fault}")], sums
         sums += ErrorSums(**reference.error_sums(w, codes, steps, group_size, NO_TOP))
+    return ([("bad_layout", packed.fault)] if packed.fault else []), sums
+
+
+def _check_repacked(
+    step: Step, source: TensorReader, out: TensorReader, tensors: Tensors, policy: Policy
+) -> tuple[list[Fault], ErrorSums]:
+    encoding = step.encoding
+    assert isinstance(encoding, PackedWeight)
+    packed = PackedOutput(step, out, tensors, policy)
+    sums = ErrorSums()
+    for first, rows in _bands(step):
+        codes, steps = packed.rows(first, rows)
+        expected_codes, expected_steps = _packed_source(encoding, source, first, rows)
+        expected_steps = np.repeat(expected_steps, encoding.group_size // policy.group_size, axis=1)
+        pairs: list[tuple[str, Any, Any]] = [("code", codes, expected_codes), ("scale", steps, expected_steps)]
+        for what, found, expected in pairs:
+            if not np.array_equal(found, expected):
+                i, j = (int(x) for x in np.argwhere(found != expected)[0])
+                return [("not_repacked", f"{what} {j} of row {first + i} is not the source's")], sums
+        zero = ~codes.reshape(rows, -1, policy.group_size).any(axis=2)
+        sums += ErrorSums(
+            n=codes.size, groups=steps.size, zero_groups=int(zero.sum()), negative_scales=int((steps < 0).sum())
+        )
+    return ([("bad_layout", packed.fault)] if packed.fault else []), sums
+
+
+def _check_fp8(step: Step, source: TensorReader, out: TensorReader, tensors: Tensors) -> tuple[list[Fault], ErrorSums]:
+    weight, scales = (tensors[spec.name] for spec in step.outputs)
+    grid = out.read(scales).view("<f4").reshape(step.outputs[1].shape)
+    sums = ErrorSums()
+    height = max(1, BAND_WEIGHTS // step.shape[1] // FP8_BLOCK[0]) * FP8_BLOCK[0]
+    for first in range(0, step.shape[0], height):
+        rows = min(height, step.shape[0] - first)
+        w = _source_rows(step, source, first, rows)
+        codes = _rows(out, weight, first, rows).reshape(w.shape)
+        part = grid[first // FP8_BLOCK[0] : -(-(first + rows) // FP8_BLOCK[0])]
+        if (fault := fp8_fault(w, codes, part, first)) is not None:
+            return [("bad_codes", fault)], sums
+        sums += ErrorSums(**reference.fp8_error_sums(w, codes, part))
     return [], sums
 
 
+class PackedOutput:
+    """An INT4 weight of the output, in whatever layout it lies, read by the oracle. fault: what is wrong with what lies
+    beside its codes and scales."""
+
+    def __init__(self, step: Step, out: TensorReader, tensors: Tensors, policy: Policy) -> None:
+        self._out, self._infos = out, [tensors[spec.name] for spec in step.outputs]
+        self._whole: tuple[NDArray[np.int8], NDArray[np.float32]] | None = None  # some layouts go by columns
+        self.fault: str | None = None
+        if policy.format == "pack-quantized":
+            shape = out.read(self._infos[1]).view("<i4").tolist()
+            self.fault = None if shape == list(step.shape) else f"weight_shape is {shape}, expected {list(step.shape)}"
+        else:
+            arrays = [out.read(info).view(LAYOUT_VIEWS[info.dtype]).reshape(info.shape) for info in self._infos]
+            codes, steps, self.fault = reference_layouts.read_layout(policy.format, arrays, policy.group_size)
+            self._whole = codes, steps
+
+    def rows(self, first: int, rows: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """Codes [rows, K] and scales [rows, K/g]."""
+        if self._whole is not None:
+            codes, steps = self._whole
+            return codes[first : first + rows], steps[first : first + rows]
+        packed, _, scale = self._infos
+        words = _rows(self._out, packed, first, rows).view("<i4").reshape(rows, -1)
+        bits = _rows(self._out, scale, first, rows).view("<u2").reshape(rows, -1)
+        return reference.unpack(words), reference.from_bf16(bits)
+
+
 def check_codes(
-    w: NDArray[np.float32], codes: NDArray[np.int8], steps: NDArray[np.float32], group_size: int, method: Method
+    w: NDArray[np.float32],
+    codes: NDArray[np.int8],
+    steps: NDArray[np.float32],
+    group_size: int,
+    method: Method,
+    smallest: float = 0.0,
 ) -> str | None:
-    """What may be asserted of codes [n, K] and stored scales [n, K/g] of each method."""
+    """What may be asserted of codes [n, K] and stored scales [n, K/g] of each method. smallest: the least scale that
+    the layout holds."""
     if method.name == "minmax":
-        expected_codes, expected_steps = reference.minmax(w, group_size)
+        expected_codes, expected_steps = reference.minmax(w, group_size, smallest)
         if not np.array_equal(steps, expected_steps):
             return "scales are not those of minmax"
         return None if np.array_equal(codes, expected_codes) else "codes are not those of minmax"
-    if method.name == "signed" and not np.array_equal(steps, reference.signed(w, group_size)[1]):
+    smallest = max(smallest, reference.SMALLEST_SCALE)
+    if method.name == "signed" and not np.array_equal(steps, reference.signed(w, group_size, smallest)[1]):
         return "scales are not those of signed"
     if method.scale_sign == "positive" and (steps < 0).any():
         return "a scale is negative, but --scale-sign is positive"
@@ -114,7 +202,7 @@ def check_codes(
     if (steps[zero] != reference.ZERO_GROUP_SCALE).any():
         return "an all-zero group has another scale than 2^-7"
     errors = reference.group_errors(w, codes, steps, group_size) if method.name == "search" else None
-    if errors is not None and (errors > _most_error(w, group_size)).any():
+    if errors is not None and (errors > _most_error(w, group_size, smallest)).any():
         return "a group is rounded worse than with the scale max|W| / 7"
     kappa = method.clip_allowance
     if kappa is not None and (np.abs(reference.steps_off(w, codes, steps, group_size)) > kappa).any():
@@ -122,17 +210,17 @@ def check_codes(
     return None
 
 
-def _most_error(w: NDArray[np.float32], group_size: int) -> NDArray[np.float64]:
+def _most_error(w: NDArray[np.float32], group_size: int, smallest: float) -> NDArray[np.float64]:
     """A bound from errors of half a step everywhere at the scale max|W| / 7, which clips nothing. What a search finds
     stays below it, whatever the group and the clip allowance; scales that ruin a group do not."""
     largest = np.abs(w).reshape(len(w), -1, group_size).max(axis=2).astype(np.float64)
-    half: NDArray[np.float64] = np.maximum(largest / 7, reference.SMALLEST_SCALE) / 2
+    half: NDArray[np.float64] = np.maximum(largest / 7, smallest) / 2
     return MOST_ERROR * group_size * half * half
 
 
 def _bands(step: Step) -> Iterator[tuple[int, int]]:
     """(first row, rows) of a 2-D source weight."""
-    n, k = step.weight.shape
+    n, k = step.shape
     size = max(1, BAND_WEIGHTS // k)
     for first in range(0, n, size):
         yield first, min(size, n - first)
@@ -146,11 +234,22 @@ def _rows(reader: TensorReader, info: TensorInfo, first: int, rows: int) -> NDAr
 
 def _source_rows(step: Step, source: TensorReader, first: int, rows: int) -> NDArray[np.float32]:
     """Rows of the source weight in float32, by the oracle."""
+    encoding = step.encoding
+    if isinstance(encoding, PackedWeight):
+        quants, steps = _packed_source(encoding, source, first, rows)
+        return quants.astype(np.float32) * np.repeat(steps, encoding.group_size, axis=1)
     raw = _rows(source, step.weight, first, rows)
-    if step.scaled is not None:
-        codes = raw.reshape(rows, -1)
-        return reference.dequantize(codes, _scales(step.scaled, source), step.scaled.block, first_row=first)
+    if encoding is not None:
+        return reference.dequantize(raw.reshape(rows, -1), _scales(encoding, source), encoding.block, first_row=first)
     return _floats(raw, step.weight.dtype).reshape(rows, -1)
+
+
+def _packed_source(
+    encoding: PackedWeight, source: TensorReader, first: int, rows: int
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    words = _rows(source, encoding.packed, first, rows).view("<i4").reshape(rows, -1)
+    steps = _floats(_rows(source, encoding.scale, first, rows), encoding.scale.dtype)
+    return reference.unpack(words), steps.reshape(rows, -1)
 
 
 def _scales(scaled: ScaledWeight, source: TensorReader) -> NDArray[np.float32]:
