@@ -168,10 +168,13 @@ def _show(
         ui.warn(_lines(results, "warning"))
         ui.fail(_lines(results, "error"), ERRORS_SHOWN)
     ui.say()
-    *others, last = [_verdict(engine, found) for engine, found in results.items()]
-    for line in others:
+    lines = [_verdict(engine, found) for engine, found in results.items()]
+    if len(lines) == 1:
+        ui.result(lines[0])
+        return
+    for line in lines:
         ui.say(line)
-    ui.result(last)
+    ui.result("; ".join(f"{engine}: {'no' if _has_error(found) else 'yes'}" for engine, found in results.items()))
 
 
 def _lines(results: dict["EngineName", list["Finding"]], severity: str) -> list[str]:
@@ -193,11 +196,17 @@ def _show_finding(ui: Ui, finding: "Finding") -> None:
         ui.prose(f"  rests on: {finding.source}")
 
 
+def _has_error(found: list["Finding"]) -> bool:
+    return any(finding.severity == "error" for finding in found)
+
+
 def _verdict(engine: str, found: list["Finding"]) -> str:
     counts = {kind: sum(finding.severity == kind for finding in found) for kind in ("error", "warning", "note")}
     words = ", ".join(counted(count, kind) for kind, count in counts.items())
     if counts["error"]:
         return f"{engine}: does not load as meant: {words}"
+    if any((finding.code, finding.severity) == ("version_not_read", "warning") for finding in found):
+        return f"{engine}: not known, most rules are not of this version: {words}"
     return f"{engine}: loads, as far as config and headers tell: {words}"
 
 

@@ -31,7 +31,7 @@ def convert(
     out: NewFolder,
     group_size: o.GroupSize = None,
     scheme: o.Scheme = None,
-    layout: o.Layout = "pack-quantized",
+    int4_format: o.Layout = "pack-quantized",
     rest: o.RestOption = "bf16",
     mtp: o.MtpOption = "quantize",
     set_role: o.SetRole = None,
@@ -61,19 +61,21 @@ def convert(
     interrupted run. The source is never written to.
     """
     from kizami.cli.source import open_source
-    from kizami.quantize.loading import unloadable
+    from kizami.quantize.loading import too_many_ranks, unloadable
     from kizami.quantize.planner import build_plan
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     told = o.PolicyOptions(
-        group_size, scheme, layout, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
+        group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
     policy = o.policy_from(context, told, ui)
     checkpoint = open_source(src)
     plan = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
     if tp is not None:
         refuse_uneven_split(plan, tp)
-    if (problem := unloadable(plan, checkpoint, tp or 1)) is not None:
+    if tp is not None and not allow_unloadable and (why := too_many_ranks(plan, tp)) is not None:
+        raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
+    if (problem := unloadable(plan, checkpoint)) is not None:
         # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
         if not (allow_unloadable or policy.ignore or policy.targets):
             raise problem
@@ -123,7 +125,7 @@ def _show_dry_run(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", out: Path, tp:
     show_plan(ui, plan, tp, body, last=False)
     ui.say(f"free    {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
     ui.result(f"{size_line(plan)} (dry run: nothing was written)")
-    ui.warn(plan.warnings)
+    ui.warn([*plan.warnings, *([] if fits else [f"{exact(free)} are free where {out} will be: not enough"])])
 
 
 def free_bytes(out: Path) -> int:

@@ -188,7 +188,10 @@ def show_inspect(ui: Ui, body: dict[str, Any]) -> None:
 def _verdict(body: dict[str, Any]) -> str:
     if body["convertible"]:
         return "yes"
-    return f"no: {body['obstacle']}" if body["problems"] else f"not without options: {body['obstacle']}"
+    if body["problems"]:
+        return f"no: {body['obstacle']}"
+    other = " (--scheme fp8-block, --scheme bf16 or --format make something of it)" if body["int4_weights"] else ""
+    return f"not without options: {body['obstacle']}{other}"
 
 
 def show_matching(ui: Ui, body: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The options, each declared once: every command that has one spells it, documents it and reads KIZAMI_* alike."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,8 @@ Source = Annotated[
     typer.Argument(
         metavar="SRC",
         show_default=False,
-        help="The FP8 checkpoint: a folder, or a Hub id (org/name or org/name@revision) in the local Hub cache.",
+        help="The FP8, BF16 or INT4 checkpoint: a folder, or a Hub id (org/name or org/name@revision) in the local Hub "
+        "cache.",
     ),
 ]
 Out = Annotated[
@@ -70,7 +72,8 @@ Out = Annotated[
     typer.Argument(
         metavar="OUT",
         show_default=False,
-        help="What kizami convert wrote: a folder, or a Hub id (org/name or org/name@revision) in the local Hub cache.",
+        help="What kizami convert wrote (verify: or another INT4 checkpoint): a folder, or a Hub id (org/name or "
+        "org/name@revision) in the local Hub cache.",
     ),
 ]
 
@@ -138,7 +141,11 @@ RestOption = Annotated[
 ]
 MtpOption = Annotated[
     MtpName,
-    option("--mtp", panel=WHAT, help="The MTP layer's experts: quantize (default), keep them unpacked, or drop."),
+    option(
+        "--mtp",
+        panel=WHAT,
+        help="The MTP layer's experts: quantize (default), keep (not INT4; decoded like the rest), or drop the layer.",
+    ),
 ]
 Ignore = Annotated[
     list[str] | None,
@@ -253,6 +260,13 @@ class PolicyOptions:
     def policy(self, context: typer.Context) -> Policy:
         """Raises KizamiError where two options contradict each other."""
         to, group_size = self._scheme(context)
+        if to != "int4" and self.layout != "pack-quantized":
+            given = spelled(context, "int4_format")
+            raise KizamiError(
+                f"{given} {self.layout} is a layout of INT4, and {spelled(context, 'scheme')} {self.scheme} makes none",
+                code="bad_option",
+                hint="give one of the two",
+            )
         targets, ignore = tuple(self.targets or ()), tuple(self.ignore or ())
         if self.recipe is not None:
             from kizami.formats.recipes import read_recipe
@@ -264,6 +278,13 @@ class PolicyOptions:
                     f"{spelled(context, 'group_size')}",
                     code="bad_option",
                     hint="give one of the two; --ignore adds to the recipe's",
+                )
+            if to != "int4":
+                raise KizamiError(
+                    f"{spelled(context, 'recipe')} asks for INT4 in groups of {recipe.group_size}, and "
+                    f"{spelled(context, 'scheme')} {self.scheme} for another form",
+                    code="bad_option",
+                    hint="give one of the two",
                 )
             targets, ignore, group_size = recipe.targets, recipe.ignore + ignore, recipe.group_size
         return Policy(
@@ -305,8 +326,11 @@ class PolicyOptions:
 
 
 def policy_from(context: typer.Context, told: PolicyOptions, ui: Ui) -> Policy:
-    """Also says what of a recipe is not taken over."""
+    """Also says what of a recipe is not taken over, and which variable was hardly meant for another command."""
     policy = told.policy(context)
+    meant = os.environ.get(variable("format"))
+    if meant in get_args(LayoutName) and meant != told.layout:
+        ui.warn([f"{variable('format')}={meant} is for kizami report; here it is {variable('int4_format')}"])
     if told.recipe is not None:
         from kizami.formats.recipes import read_recipe
 

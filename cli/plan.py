@@ -24,7 +24,7 @@ def plan(
     src: o.Source,
     group_size: o.GroupSize = None,
     scheme: o.Scheme = None,
-    layout: o.Layout = "pack-quantized",
+    int4_format: o.Layout = "pack-quantized",
     rest: o.RestOption = "bf16",
     mtp: o.MtpOption = "quantize",
     set_role: o.SetRole = None,
@@ -48,15 +48,16 @@ def plan(
 
     One action and one reason per tensor, exact bytes, bytes per GPU. Takes the options of convert that shape the
     output. Reads headers only. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
-    --tp.
+    --tp, or no serving engine loads the output at that size.
     """
     from kizami.cli.source import open_source
     from kizami.quantize.capacity import split_groups
+    from kizami.quantize.loading import too_many_ranks
     from kizami.quantize.planner import build_plan
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     told = o.PolicyOptions(
-        group_size, scheme, layout, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
+        group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
     policy = o.policy_from(context, told, ui)
     checkpoint = open_source(src)
@@ -70,13 +71,22 @@ def plan(
     if recipe_file is not None:
         recipe_file.write(recipe_of(made))
         ui.note(f"written to {write_recipe}")
+        if (kept := sum(step.form == "fp8" for step in made.steps)) or policy.mtp == "drop":
+            what = [f"{counted(kept, 'FP8 module')}"] if kept else []
+            what += ["--mtp drop"] if policy.mtp == "drop" else []
+            ui.warn([f"a recipe says what is INT4 only: {' and '.join(what)} of this plan are not in {write_recipe}"])
     if json:
         ui.emit("plan", body)
     else:
         show_plan(ui, made, tp, body)
         ui.warn(made.warnings)
-    if tp is not None and (findings := split_groups(made, tp)):
-        ui.fail(map(str, findings), len(findings))
+    if tp is None:
+        return
+    findings = [*map(str, split_groups(made, tp))]
+    if (why := too_many_ranks(made, tp)) is not None:
+        findings.append(why)
+    if findings:
+        ui.fail(findings, len(findings))
         raise typer.Exit(1)
 
 
@@ -165,6 +175,7 @@ def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
         "estimate": {
             "workers": cores,
             "method": plan.method.name,
+            "rounds": "quantize" in plan.counts,
             "seconds": guess.seconds,
             "compile_seconds": COMPILE_SECONDS if kernels_are_cold() else 0,
             "memory_bytes": guess.memory_bytes,
@@ -258,7 +269,8 @@ def _estimate(guess: dict[str, Any]) -> str:
     cores = counted(guess["workers"], "core")
     memory = f"{guess['memory_bytes'] / 2**20:,.0f} MiB"
     once = f", and {guess['compile_seconds']} s once to compile kernels" if guess["compile_seconds"] else ""
-    return f"about {time}, {memory} on {cores}, --method {guess['method']}{once}"
+    how = f", --method {guess['method']}" if guess["rounds"] else ""
+    return f"about {time}, {memory} on {cores}{how}{once}"
 
 
 def _short(finding: "SplitGroup") -> str:
@@ -272,13 +284,13 @@ def _short(finding: "SplitGroup") -> str:
 def _show_tp(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any]) -> None:
     findings = {n: _findings(plan, n) for n in _sizes(tp)}
     ui.table(
-        (">GPUs", ">bytes per GPU", "packed weights can be split"),
+        (">GPUs", ">bytes per GPU", "INT4 groups stay whole"),
         [
             (str(n), gib(body["bytes_per_gpu"][str(n)]), "yes" if not found else f"no: {_short(found[0])}")
             for n, found in findings.items()
         ],
     )
-    ui.say(f"sizes that work: {', '.join(map(str, body['works'])) or 'none'}")
+    ui.say(f"sizes that split no INT4 group: {', '.join(map(str, body['works'])) or 'none'}")
 
 
 COMMAND = Command(

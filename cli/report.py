@@ -77,6 +77,7 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
         "dialect": manifest["dialect"],
         "scheme": manifest["scheme"],
         "method": manifest["method"],
+        "actions": manifest["counts"],
         "output": manifest["output"],
         "packed_modules": len(packed),
         "rel_error": pooled_error(packed),
@@ -92,15 +93,18 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
 def _title(body: dict[str, Any]) -> str:
     output = body["output"]
     size = f"{gib(output['bytes'])}, {output['bits_per_weight']:.2f} bits per weight"
-    return f"{body['family'] or 'model'}, {body['scheme']}, --method {body['method']}: {size}"
+    how = f", --method {body['method']}" if "quantize" in body["actions"] else ""
+    return f"{body['family'] or 'model'}, {body['scheme']}{how}: {size}"
 
 
 def _last(body: dict[str, Any]) -> str:
     from math import log10
 
     error = body["rel_error"]
+    if not body["packed_modules"]:
+        return "no weight was rounded to fewer bits: there is no error to report"
     sqnr = f" (SQNR {-20 * log10(error):.2f} dB)" if error else ""
-    return f"relative error {figure(error)}{sqnr} over {body['packed_modules']:,} packed modules"
+    return f"relative error {figure(error)}{sqnr} over {body['packed_modules']:,} modules"
 
 
 LAYER_COLUMNS = (">layer", ">packed", ">rel error", ">max", "worst tensor")
@@ -139,7 +143,7 @@ def show_report(ui: Ui, body: dict[str, Any]) -> None:
     ui.say(_title(body), "bold")
     ui.say()
     show_roles(ui, body["roles"])
-    ui.heading("packed modules by layer")
+    ui.heading("measured modules by layer")
     ui.table(LAYER_COLUMNS, _layer_rows(body))
     if body["worst"]:
         ui.heading(f"worst {counted(len(body['worst']), 'tensor')}")

@@ -143,12 +143,18 @@ _ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
 def plan_launch(pairs: "Sequence[tuple[Server, Served]]", pool_gib: float | None) -> Launch:
+    from kizami.formats.engines.served import Served as Checked
     from kizami.formats.serving.foretell import about_server
     from kizami.formats.serving.launch import commands
+    from kizami.formats.serving.loading import about_loading
     from kizami.formats.serving.pairs import about_pair
     from kizami.formats.serving.tokenizers import compare_tokenizers
 
-    findings = [finding for server, _ in pairs for finding in about_server(server)]
+    findings = [
+        finding
+        for server, served in pairs
+        for finding in (*about_server(server), *about_loading(server, Checked.of(served.checkpoint)))
+    ]
     if len(pairs) == 2:
         findings += about_pair(pairs[0][0], pairs[1][0])
         findings += compare_tokenizers(pairs[0][1].checkpoint, pairs[1][1].checkpoint)

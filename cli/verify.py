@@ -147,7 +147,8 @@ def show_verify(ui: Ui, out: Path, found: "Verification", sampled_from: int | No
     from kizami.quantize.verify import SOURCE
 
     compared = found.checked.get(SOURCE)
-    ui.say(f"{out}: {counted(found.files, 'file')} hashed")
+    if found.files:
+        ui.say(f"{out}: {counted(found.files, 'file')} hashed")
     for what, count in found.checked.items():
         ui.say(f"checked {what}: {count:,}{UNITS.get(what, '')}")
     for what in found.skipped:
@@ -161,13 +162,15 @@ def show_verify(ui: Ui, out: Path, found: "Verification", sampled_from: int | No
         by = " (as the run recorded it)" if compared is None or sampled_from else ""
         ui.prose(f"worst tensor: {found.worst}, relative error {found.max_rel_error:.4f}{by}")
     if found.ok:
-        ui.result(f"verified: {what_was_verified(compared, sampled_from)}")
+        ui.result(f"verified: {what_was_verified(compared, sampled_from, is_ours=found.files > 0)}")
     else:
         ui.result(f"NOT verified: {counted(len(found.problems), 'problem')}")
 
 
-def what_was_verified(compared: int | None, sampled_from: int | None) -> str:
+def what_was_verified(compared: int | None, sampled_from: int | None, *, is_ours: bool = True) -> str:
     """No more than was really done."""
+    if not is_ours:
+        return "structure, scales and config rules are right, 0 problems; there is nothing to compare weights with"
     if compared is None:
         return "files and structure are intact, 0 problems; weights were not compared (--against SRC does)"
     if sampled_from and compared < sampled_from:

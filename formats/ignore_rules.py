@@ -31,6 +31,7 @@ _PATTERNS = (
     r"re:.*multi_modal_projector.*",
     r"re:.*visual\..*",
 )
+WELL_KNOWN = frozenset({_LM_HEAD, *_PATTERNS})  # in lists of kizami's own, whether a model has such modules or not
 EXPERTS_TARGET = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
 
 # Last components that a runtime may merge into one module, and the pattern that stands for all its spellings.

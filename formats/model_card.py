@@ -48,11 +48,23 @@ class ErrorRow:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What `kizami check` says of an engine. sizes: tensor-parallel sizes without an error, None where there is no such
+    thing; error: why it does not load, None if it does; needs: what whoever serves it must do."""
+
+    name: str
+    version: str
+    sizes: tuple[int, ...] | None
+    error: str | None = None
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CardFacts:
     """What the card says. Sizes in bytes; `base_model` a Hub id and `revision` its commit, None if the source was a
     folder.
 
-    tp_sizes: those of TP_SIZES that cut no group. source_hashes: (file, SHA-256 of what `hashed` says).
+    is_quantized: whether any linear has fewer than 16 bits. source_hashes: (file, SHA-256 of what `hashed` says).
     """
 
     title: str
@@ -68,7 +80,8 @@ class CardFacts:
     bits_per_weight: float
     errors: tuple[ErrorRow, ...]
     has_negative_scales: bool
-    tp_sizes: tuple[int, ...]
+    is_quantized: bool
+    engines: tuple[EngineFacts, ...]
     kv_scales: str
     source_hashes: tuple[tuple[str, str], ...] = ()
     hashed: str = "SHA-256"
@@ -117,8 +130,11 @@ def _front_matter(source_readme: str | None, facts: CardFacts) -> list[str]:
     for key in _KEPT_KEYS:
         lines += source.get(key, [])
     if _is_hub_id(facts.base_model):
-        lines += ["base_model:", f"- {facts.base_model}", "base_model_relation: quantized"]
-    lines += ["library_name: transformers", "tags:"]
+        lines += ["base_model:", f"- {facts.base_model}"]
+        lines += ["base_model_relation: quantized"] if facts.is_quantized else []  # the Hub has no word for decoding
+    if any(engine.name == "transformers" and engine.error is None for engine in facts.engines):
+        lines.append("library_name: transformers")
+    lines.append("tags:")
     kept = [tag for tag in _tags(source.get("tags", [])) if tag.lower() not in _DROPPED_TAGS]
     lines += [f"- {tag}" for tag in dict.fromkeys([*kept[:_MAX_TAGS], *facts.tags])]
     return [*lines, "---"]
@@ -227,7 +243,7 @@ def _command(facts: CardFacts) -> list[str]:
 def _errors(facts: CardFacts) -> list[str]:
     lines = ["## Error against the source weights", ""]
     if not facts.errors:
-        return [*lines, "No figures were recorded.", ""]
+        return [*lines, "No weight was rounded to fewer bits than BF16 has.", ""]
     lines += [
         "| role | modules | relative error, mean | relative error, max | SQNR dB |",
         "|---|---:|---:|---:|---:|",
@@ -260,19 +276,40 @@ def _at(facts: CardFacts) -> str:
 
 
 def _serving(facts: CardFacts) -> list[str]:
-    sizes = ", ".join(map(str, facts.tp_sizes)) or "none"
-    model = "<this model>"
-    largest = max((size for size in facts.tp_sizes if size <= _ONE_NODE), default=1)
-    lines = ["## Serving", "", "```sh", f"python -m sglang.launch_server --model-path {model} --tp-size {largest}"]
-    lines += [f"vllm serve {model} --tensor-parallel-size {largest}", "```", ""]
-    lines.append(
-        f"Tensor-parallel sizes that split no quantization group (of {', '.join(map(str, TP_SIZES))}): {sizes}. "
-        "Expert parallelism lifts this limit for routed experts."
-    )
+    """What loads, by the rules of `kizami check`, and the commands of the engines that do."""
+    lines = ["## Serving", "", "| engine | loads | tensor-parallel sizes | needs |", "|---|---|---|---|"]
+    for engine in facts.engines:
+        loads = "yes" if engine.error is None else f"no: {engine.error}"
+        sizes = "" if engine.sizes is None or engine.error else ", ".join(map(str, engine.sizes)) or "none"
+        row = (f"{engine.name} {engine.version}", loads, sizes, "; ".join(engine.needs))
+        lines.append("| " + " | ".join(escape_markdown(cell, 400) for cell in row) + " |")
+    lines += [
+        "",
+        f"Sizes tried: {', '.join(map(str, TP_SIZES))}, experts not spread over groups of ranks. Read from the",
+    ]
+    lines += ["engines' sources by `kizami check`; nothing was run on a GPU. `kizami serve` says more.", ""]
+    commands = [line for engine in facts.engines if (line := _launch(engine)) is not None]
+    lines += ["```sh", *commands, "```", ""] if commands else []
     if facts.has_negative_scales:
         lines.append("Some group scales are negative (W = q * scale): the reader must multiply, not take magnitudes.")
     lines += [_paragraph(note) for note in facts.notes]
     return [*lines, ""]
+
+
+_LAUNCH = {
+    "SGLang": "python -m sglang.launch_server --model-path {} --tp-size {}",
+    "vLLM": "vllm serve {} --tensor-parallel-size {}",
+}
+_FLAG = "serve with --"
+
+
+def _launch(engine: EngineFacts) -> str | None:
+    """One node's command, with the flags that `needs` asks for."""
+    sizes = [size for size in engine.sizes or () if size <= _ONE_NODE]
+    if engine.error is not None or not sizes:
+        return None
+    flags = [" --" + need.removeprefix(_FLAG) for need in engine.needs if need.startswith(_FLAG)]
+    return _LAUNCH[engine.name].format("<this model>", max(sizes)) + "".join(flags)
 
 
 def _limits(facts: CardFacts) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kizami.formats.families import Role
+from kizami.formats.ignore_rules import WELL_KNOWN
 from kizami.quantize.plan import Step
 from kizami.quantize.select import matches
 from kizami.quantize.settings import WHOLE_MTP, Policy
@@ -17,12 +18,14 @@ def warn(steps: list[Step], policy: Policy) -> Iterator[str]:
     linears = [step for step in steps if step.is_linear]
     for option, patterns in (("ignore", policy.ignore), ("targets", policy.targets)):
         for pattern in patterns:
-            if not any(matches(pattern, step.module, step.place) for step in linears):
+            if pattern not in WELL_KNOWN and not any(matches(pattern, step.module, step.place) for step in linears):
                 effect = "left out" if option == "ignore" else "packed"
                 yield f"--{option} {pattern} matches no module: nothing is {effect} because of it"
     for role, form in policy.roles:
         if not any(step.place.in_mtp if role == WHOLE_MTP else step.place.role.value == role for step in linears):
             yield f"--set {role}={form} matches no module"
+    if policy.rest == "fp8" and policy.to != "fp8" and not any(step.action == "keep_fp8" for step in steps):
+        yield "--rest fp8 keeps nothing: the source has no other FP8 linears (--set ROLE=fp8 makes FP8 of others)"
     yield from _partly_packed_layers(steps)
     packed = [step for step in steps if step.form == "int4"]
     for engine, plain in (

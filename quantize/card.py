@@ -2,18 +2,21 @@
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from kizami.formats.model_card import CardFacts, ErrorRow
-from kizami.quantize.capacity import tensor_parallel_sizes
-from kizami.quantize.loading import find_loading
+from kizami.formats.engines.finding import READ
+from kizami.formats.method_configs import READER_NOTES
+from kizami.formats.model_card import CardFacts, EngineFacts, ErrorRow
+from kizami.formats.packed_source import PackedWeight
+from kizami.formats.serving.model import needs_code
+from kizami.quantize.loading import SERVING, loading_by_size
 from kizami.quantize.plan import Plan
 from kizami.quantize.report import Row, measured, role_summaries
 from kizami.quantize.settings import Method, Policy
 
+TRUST = "--trust-remote-code"
 ENGINE_WORDS = {"sglang": "SGLang", "vllm": "vLLM", "transformers": "transformers"}
 METHOD_WORDS = {
     "minmax": "round to nearest, scale absmax / 7.5 (compressed-tensors' rule)",
@@ -26,21 +29,22 @@ def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: boo
     """What render_card needs. `root`: the source's folder, in which a Hub id may be written."""
     base, revision = hub_origin(root) or (None, None)
     return CardFacts(
-        title=title(base or root.resolve().name, plan.policy.scheme),
+        title=title(base or root.resolve().name, _label(plan)),
         kizami_version=version("kizami"),
         command=command_line(plan.policy, plan.method, base and f"{base}@{revision}"),
         base_model=base,
         scheme=plan.policy.scheme,
         method=_method(plan),
-        forms=_forms(plan),
+        forms=tuple(_forms(plan)),
         tags=_tags(plan),
         source_bytes=plan.source_bytes,
         output_bytes=plan.output.bytes,
         bits_per_weight=plan.bits_per_weight,
         errors=tuple(_error_rows(rows)),
         has_negative_scales=has_negative_scales,
-        tp_sizes=tuple(tensor_parallel_sizes(plan)),
-        notes=tuple(_engine_notes(plan)),
+        is_quantized=_count(plan, "int4") + _count(plan, "fp8") > 0,
+        engines=tuple(_engines(plan)),
+        notes=tuple(_notes(plan)),
         kv_scales="carried over from the source" if plan.quantization_config.get("kv_cache_scheme") else "none",
         source_hashes=tuple((name, file["header_sha256"]) for name, file in plan.source["files"].items()),
         hashed="SHA-256 of the header",
@@ -48,37 +52,58 @@ def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: boo
     )
 
 
-def title(source: str, scheme: str) -> str:
+def title(source: str, label: str) -> str:
     """`GLM-5.2 INT4 (w4a16-g32)` for org/GLM-5.2-FP8: the result is not FP8."""
     name = re.sub(r"[-_.]?(fp8|int4)$", "", source.rpartition("/")[2], flags=re.IGNORECASE) or "model"
-    return f"{name} {scheme.upper()}" if scheme == "bf16" else f"{name} {_FORM_WORDS[scheme[:3]]} ({scheme})"
+    return f"{name} {label}"
 
 
-_FORM_WORDS = {"w4a": "INT4", "fp8": "FP8"}
+def _label(plan: Plan) -> str:
+    policy = plan.policy
+    main = {"int4": f"INT4 ({policy.scheme})", "fp8": f"FP8 ({policy.scheme})", "bf16": "BF16"}[policy.to]
+    return " + ".join([main, *(form.upper() for form in ("int4", "fp8") if form != policy.to and _count(plan, form))])
+
+
+def _count(plan: Plan, form: str) -> int:
+    return sum(step.form == form and step.is_linear for step in plan.steps)
 
 
 def _method(plan: Plan) -> str:
     """How weights were rounded, where they were."""
-    ways = []
-    if any(step.action == "quantize" for step in plan.steps):
-        ways.append(f"{plan.method.name}: {METHOD_WORDS[plan.method.name]}")
-    if any(step.action == "repack" for step in plan.steps):
-        ways.append("INT4 codes and scales of the source, unchanged")
-    if any(step.action == "to_fp8" for step in plan.steps):
-        ways.append("FP8: round to nearest, scale absmax / 448 of each 128x128 block")
-    return "; ".join(ways) or "decoding only, nothing was rounded but to BF16"
-
-
-def _forms(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """What the linears are, the most numerous first, then the rest."""
-    count = Counter(step.form for step in plan.steps if step.is_linear and step.action != "drop")
-    layout = "" if plan.policy.format == "pack-quantized" else f", {plan.policy.format} layout"
     words = {
-        "int4": ("INT4 modules", f"linears, symmetric, group size {plan.policy.group_size}, BF16 scales{layout}"),
-        "fp8": ("FP8 modules", "linears, one scale per block or output channel"),
+        "quantize": f"{plan.method.name}: {METHOD_WORDS[plan.method.name]}",
+        "repack": "INT4 codes and scales of the source, unchanged",
+        "to_fp8": "FP8: round to nearest, scale absmax / 448 of each 128x128 block",
+        "keep_fp8": "FP8 codes and scales of the source, unchanged",
     }
-    rows = [(words[form][0], f"{count[form]:,} {words[form][1]}") for form in ("int4", "fp8") if count[form]]
-    return (*rows, ("everything else", "as in the source; FP8 and INT4 decoded to BF16"))
+    return "; ".join(text for action, text in words.items() if action in plan.counts) or "decoded; nothing was rounded"
+
+
+_SCALE_WORDS = {"pack-quantized": "BF16", "gptq": "F16", "gptq_v2": "F16", "awq": "F16", "w4afp8": "F32"}
+
+
+def _forms(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What the linears are, then the rest."""
+    policy = plan.policy
+    if count := _count(plan, "int4"):
+        form = f"symmetric, group size {policy.group_size}, {_SCALE_WORDS[policy.format]} scales"
+        yield "INT4 modules", f"{count:,} linears, {form}, {policy.format} layout"
+    if count := _count(plan, "fp8"):
+        yield "FP8 modules", f"{count:,} linears, one scale per 128x128 block or output channel"
+    decoded, copied = plan.counts.get("dequantize", 0), plan.counts.get("copy", 0)
+    parts = [f"{decoded:,} linears decoded to BF16"] if decoded else []
+    yield "everything else", ", ".join([*parts, f"{copied:,} tensors as in the source"])
+    if any(step.place.in_mtp and step.action == "drop" for step in plan.steps):
+        yield "MTP layer", "left out: no speculative decoding with it"
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    groups = sorted({s.encoding.group_size for s in plan.steps if isinstance(s.encoding, PackedWeight)})
+    if groups:
+        sizes = ", ".join(map(str, groups))
+        yield f"The source is INT4 (groups of {sizes}): nothing here can be more exact than that."
+    if plan.packed:
+        yield from (f"{note[:1].upper()}{note[1:]}." for note in READER_NOTES[plan.policy.format])
 
 
 def _tags(plan: Plan) -> tuple[str, ...]:
@@ -87,13 +112,11 @@ def _tags(plan: Plan) -> tuple[str, ...]:
     return (*forms, *([method] if method else []), "kizami")
 
 
-def _engine_notes(plan: Plan) -> Iterator[str]:
-    """What an operator has to know of the engines; nothing of those that load it as it is."""
-    for found in find_loading(plan):
-        if found.error is not None:
-            yield f"{ENGINE_WORDS[found.engine]} does not load it: {found.error}."
-        else:
-            yield from (f"{ENGINE_WORDS[found.engine]}: {need}." for need in found.needs)
+def _engines(plan: Plan) -> Iterator[EngineFacts]:
+    for found, sizes in loading_by_size(plan):
+        serves = found.engine in SERVING
+        needs = (*found.needs, *([f"serve with {TRUST}"] if serves and needs_code(plan.config) else []))
+        yield EngineFacts(ENGINE_WORDS[found.engine], READ[found.engine], sizes if serves else None, found.error, needs)
 
 
 def _error_rows(rows: list[Row]) -> list[ErrorRow]:

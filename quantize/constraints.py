@@ -2,6 +2,7 @@
 
 from kizami.formats.dialects import ScaledWeight
 from kizami.formats.errors import KizamiError
+from kizami.formats.families import Role
 from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.plan import Step
 from kizami.quantize.settings import Policy
@@ -35,14 +36,21 @@ def _check_something_is_done(steps: list[Step], policy: Policy) -> None:
             code="already_int4",
             file=made[0].weight.file,
             tensor=made[0].weight.name,
-            hint="there is nothing to convert; kizami check and verify take it as it is, --format, --scheme fp8-block "
-            "and --scheme bf16 make something else of it",
+            hint="--scheme fp8-block, --scheme bf16 or --format make something else of it; check, verify and serve "
+            "take it as it is",
         )
     if made:
         raise KizamiError(
             f"every tensor has the form that --scheme {policy.scheme} asks for: there is nothing to convert",
             code="nothing_to_do",
             hint="kizami inspect SRC shows what it has",
+        )
+    moved = [form for role, form in policy.roles if role == Role.ROUTED_EXPERT]
+    if moved and not policy.targets:
+        raise KizamiError(
+            f"--set routed_expert={moved[0]} leaves nothing for --scheme {policy.scheme}",
+            code="nothing_matched",
+            hint="--scheme fp8-block or bf16 says what the experts become",
         )
     asked = ", ".join(policy.targets) if policy.targets else "routed experts (….experts.<n>.<projection>.weight)"
     raise KizamiError(

@@ -91,14 +91,15 @@ class Journal:
             path = folder / JOURNAL
             data = _read_own(path)
             earlier = _shards_of(data) if restart else set()
+            if data is not None and not restart:  # whose other settings may well have other files
+                _check_identity(_parse(data, path)[0], identity, partial)
             look(earlier)
             if restart:
                 _clear(partial, earlier)
             if restart or data is None:
                 data = (canonical({"identity": identity}) + "\n").encode()
                 write_file_durably(path, data)
-            found, done = _parse(data, path)
-            _check_identity(found, identity, partial)
+            _, done = _parse(data, path)
             whole = data.rfind(b"\n") + 1
             if whole != len(data):  # a kill in the middle of an append: that line never happened
                 os.truncate(path, whole)

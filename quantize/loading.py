@@ -1,5 +1,6 @@
 """Which engines would load what a plan writes, asked before anything is written."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kizami.formats.checkpoint import Checkpoint
@@ -7,7 +8,10 @@ from kizami.formats.engines.check import Checker
 from kizami.formats.engines.finding import ENGINES, EngineName, Finding
 from kizami.formats.engines.served import Served
 from kizami.formats.errors import KizamiError
+from kizami.formats.model_card import TP_SIZES
 from kizami.quantize.plan import Plan
+
+SERVING: tuple[EngineName, ...] = ("sglang", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,10 @@ class Loading:
         return next((finding.message for finding in self.findings if finding.severity == "error"), None)
 
     @property
+    def codes(self) -> set[str]:
+        return {finding.code for finding in self.findings if finding.severity == "error"}
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """What its operator has to do: the advice of warnings."""
         return tuple(dict.fromkeys(finding.advice for finding in self.findings if finding.severity == "warning"))
@@ -30,16 +38,37 @@ class Loading:
 
 def find_loading(plan: Plan, tp: int = 1) -> tuple[Loading, ...]:
     """For every engine that kizami knows, at the version that its rules were written for."""
-    tensors = {spec.name: spec for shard in plan.shards for spec in shard.tensors}
-    return _loading(Served(plan.config, tensors, mtp_dropped=plan.policy.mtp == "drop"), tp)
+    return _loading(_checker(plan), tp)
 
 
-def unloadable(plan: Plan, source: Checkpoint, tp: int = 1) -> KizamiError | None:
+def loading_by_size(plan: Plan) -> Iterator[tuple[Loading, tuple[int, ...]]]:
+    """What each engine says at tp 1, and the usual tensor-parallel sizes at which it has no error, experts not spread
+    over groups of ranks."""
+    checker = _checker(plan)
+    for found in _loading(checker, 1):
+        sizes = TP_SIZES if found.engine in SERVING else ()
+        fits = [tp for tp in sizes if Loading(found.engine, tuple(checker.find(found.engine, tp=tp))).error is None]
+        yield found, tuple(fits)
+
+
+def too_many_ranks(plan: Plan, tp: int) -> str | None:
+    """Why no serving engine loads the output on `tp` ranks, where that is a matter of size; None where one does, or
+    where none would on a single one either."""
+    checker = _checker(plan)
+    found = [one for one in _loading(checker, tp) if one.engine in SERVING]
+    alone = {one.engine: one.codes for one in _loading(checker, 1)}
+    if all(one.codes - alone[one.engine] for one in found):
+        words = "; ".join(f"{one.engine}: {one.error}" for one in found)
+        return f"no serving engine loads it at tp {tp}: {words}"
+    return None
+
+
+def unloadable(plan: Plan, source: Checkpoint) -> KizamiError | None:
     """`no_engine_loads` if there is an error for every engine, and was none for one of them in the source: what is
     wrong with a part of a model, or with names of one's own, was wrong before."""
-    found = find_loading(plan, tp)
+    found = find_loading(plan)
     if not all(engine.error for engine in found) or all(
-        engine.error for engine in _loading(Served(source.config, source.tensors), tp)
+        engine.error for engine in _loading(Checker(Served(source.config, source.tensors)), 1)
     ):
         return None
     return KizamiError(
@@ -49,6 +78,10 @@ def unloadable(plan: Plan, source: Checkpoint, tp: int = 1) -> KizamiError | Non
     )
 
 
-def _loading(served: Served, tp: int) -> tuple[Loading, ...]:
-    checker = Checker(served)
+def _checker(plan: Plan) -> Checker:
+    tensors = {spec.name: spec for shard in plan.shards for spec in shard.tensors}
+    return Checker(Served(plan.config, tensors, mtp_dropped=plan.policy.mtp == "drop"))
+
+
+def _loading(checker: Checker, tp: int) -> tuple[Loading, ...]:
     return tuple(Loading(engine, tuple(checker.find(engine, tp=tp))) for engine in ENGINES)

@@ -61,7 +61,8 @@ def check_settings(policy: Policy, method: Method) -> None:
     kappa = method.clip_allowance
     if kappa is not None and (method.name != "search" or not kappa >= 0.5):
         raise KizamiError(
-            f"clip allowance {kappa} with --method {method.name}; expected at least 0.5 steps, with --method search",
+            f"clip allowance {kappa} with --method {method.name}; expected none, or at least 0.5 steps with --method "
+            "search",
             code="bad_option",
         )
 

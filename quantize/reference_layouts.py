@@ -24,18 +24,19 @@ def read_layout(format: str, arrays: Sequence[NDArray[Any]], group_size: int) ->
     if format == "w4afp8":
         scales, weight = arrays
         return _signed_nibbles(weight), scales, None
-    if format == "awq":
-        qweight, qzeros, scales = arrays
-        stored, zeros = _awq(qweight), _awq(qzeros)
-        fault = None if (zeros == 8).all() else "qzeros are not 8"
-        return (stored.astype(np.int8) - np.int8(8)).T, scales.astype(np.float32).T, fault
-    qweight, qzeros, g_idx, scales = arrays
-    stored = _nibbles(qweight.T).T  # [K, N]
-    zeros = _nibbles(qzeros) + (1 if format == "gptq" else 0)
-    fault = None if (zeros == 8).all() else "qzeros are not 8"
-    if not np.array_equal(g_idx, np.arange(len(stored)) // group_size):
-        fault = "g_idx is not the column divided by the group size"
+    qweight, *beside, scales = arrays
+    stored = _awq(qweight) if format == "awq" else _nibbles(qweight.T).T  # [K, N]
+    fault = fault_beside(format, beside, group_size)
     return (stored.astype(np.int8) - np.int8(8)).T, scales.astype(np.float32).T, fault
+
+
+def fault_beside(format: str, arrays: Sequence[NDArray[Any]], group_size: int) -> str | None:
+    """What is wrong with what lies between codes and scales: qzeros, and g_idx [K] in GPTQ."""
+    qzeros, *order = arrays
+    zeros = _nibbles(qzeros) + (1 if format == "gptq" else 0)
+    if any(not np.array_equal(g_idx, np.arange(len(g_idx)) // group_size) for g_idx in order):
+        return "g_idx is not the column divided by the group size"
+    return None if (zeros == 8).all() else "qzeros are not 8"
 
 
 def _nibbles(words: NDArray[np.int32]) -> NDArray[np.uint8]:

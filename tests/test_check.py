@@ -18,6 +18,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.engines.check import Checker, engines_that_load
 from kizami.formats.engines.finding import ENGINES, READ
 from kizami.formats.engines.served import Served
+from kizami.formats.engines.transformers import library_verdict
 from kizami.formats.errors import KizamiError
 from kizami.formats.tensors import TensorSpec
 from kizami.quantize.planner import build_plan
@@ -102,6 +103,8 @@ def test_another_version_is_said_and_a_version_needs_an_engine(kizami: Run, conv
     done = kizami("check", converted, "--engine", "vllm", "--engine-version", "0.34.1")
     assert done.code == 0
     assert f"written for vllm {READ['vllm']}" in done.out
+    far = kizami("check", converted, "--engine", "vllm", "--engine-version", "99")
+    assert far.out.splitlines()[-1].startswith("vllm: not known, most rules are not of this version")
     assert kizami("check", converted, "--engine-version", "1.0").code == 2
 
 
@@ -126,6 +129,20 @@ def test_the_installed_library_is_asked_where_transformers_is(kizami: Run, conve
     done = kizami("check", out, "--engine", "transformers")
     assert done.code == 1
     assert "refused_by_library" in done.out
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"targets": ["Linear"], "weights": {"num_bits": 3, "type": "float"}}, "NotImplementedError"),
+        (["Linear"], "KeyError"),  # its name is then taken for a preset's
+    ],
+)
+def test_whatever_the_installed_library_raises_is_its_verdict(group: object, words: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    verdict = library_verdict({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
+    assert verdict is not None
+    assert verdict.startswith(words)
 
 
 def test_kv_scales_are_read_from_disk(tmp_path: Path) -> None:

@@ -276,6 +276,19 @@ def test_kimi_k25s_own_layout_is_a_source(converted: Path, tmp_path: Path, conve
     assert quantization_configs(json.loads((out / "config.json").read_text())) == ()
 
 
+def test_a_zero_scale_is_decoded_but_not_copied(foreign: Path, convert: Convert, kizami: Run, tmp_path: Path) -> None:
+    info = Checkpoint.open(foreign).tensors[f"{EXPERT}.weight_scale"]
+    data = bytearray((foreign / info.file).read_bytes())
+    data[info.begin + 2 : info.begin + 4] = b"\x00\x80"  # -0.0, of the second group
+    (foreign / info.file).write_bytes(data)
+    refused = kizami("convert", foreign, tmp_path / "no", "--format", "gptq")
+    assert refused.code == 2
+    assert "weight_scale: scale of group 1 of row 0 is zero (1 in all)" in refused.err
+    made = load_tensors(convert(foreign, "--scheme", "bf16"))[f"{EXPERT}.weight"]
+    assert not made[0, 32:64].any()
+    assert torch.equal(made[1:], unpacked(load_tensors(foreign), EXPERT)[1:])
+
+
 # ---------------------------------------------------------------------------------------------------- verify
 
 
@@ -336,22 +349,26 @@ def test_a_folder_of_fp8_weights_is_no_output(tiny_checkpoint: Path, kizami: Run
         ("awq", "qzeros", "qzeros are not 8"),
         ("awq", "qweight", "a code is not the nearest"),
         ("gptq", "scales", "a code is not the nearest"),
+        ("w4afp8", "weight_scale_inv", "a scale is none that BF16 can hold"),  # a bit too low to move a code
     ],
 )
 def test_a_forged_tensor_of_another_layout_is_found_by_the_source(
     tiny_checkpoint: Path, convert: Convert, kizami: Run, format: str, leaf: str, code: str
 ) -> None:
-    out = convert(tiny_checkpoint, "--format", format)
+    rest = ("--rest", "fp8") if format == "w4afp8" else ()
+    out = convert(tiny_checkpoint, "--format", format, *rest)
     info = Checkpoint.open(out).tensors[f"{EXPERT}.{leaf}"]
 
     def change(data: bytearray) -> None:
-        data[info.begin + 1] ^= 0x11
+        data[info.begin + (0 if format == "w4afp8" else 1)] ^= 0x11
 
     forge(out, info.file, change)
     done = kizami("verify", out, "--against", tiny_checkpoint)
     assert done.code == 1
     assert f"{EXPERT}: " in done.err
     assert code in done.err
+    if code.startswith(leaf):  # what must be the same in every output needs no source
+        assert code in kizami("verify", out).err
 
 
 @pytest.mark.parametrize(
@@ -484,3 +501,85 @@ def test_a_plan_says_what_each_engine_would_do(tiny_checkpoint: Path, demo_check
     assert all(found["loads"] for found in plan["engines"])
     mixed = kizami("plan", demo_checkpoint, "--set", "attention=int4").out
     assert "sglang: no: " in mixed
+
+
+def test_a_size_that_no_serving_engine_takes_is_refused(
+    tiny_checkpoint: Path, converted: Path, kizami: Run, tmp_path: Path
+) -> None:
+    done = kizami("convert", tiny_checkpoint, tmp_path / "out", "--tp", "4", "--dry-run")
+    assert done.code == 2
+    assert "no serving engine loads it at tp 4" in done.err
+    blocks = kizami("plan", converted, "--scheme", "fp8-block", "--tp", "2")
+    assert blocks.code == 1
+    assert "FP8 block" in blocks.err
+
+
+# ---------------------------------------------------------------------------------------------------- words
+
+
+def test_options_that_contradict_each_other_are_refused(tiny_checkpoint: Path, kizami: Run) -> None:
+    done = kizami("plan", tiny_checkpoint, "--scheme", "fp8-block", "--format", "gptq")
+    assert done.code == 2
+    assert "--int4-format gptq is a layout of INT4, and --scheme fp8-block makes none" in done.err
+    moved = kizami("plan", tiny_checkpoint, "--set", "routed_expert=bf16")
+    assert "--set routed_expert=bf16 leaves nothing for --scheme w4a16-g32" in moved.err
+
+
+def test_the_variable_of_another_commands_option_is_told(
+    tiny_checkpoint: Path, kizami: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KIZAMI_FORMAT", "gptq")
+    assert (
+        "KIZAMI_FORMAT=gptq is for kizami report; here it is KIZAMI_INT4_FORMAT" in kizami("plan", tiny_checkpoint).err
+    )
+    monkeypatch.delenv("KIZAMI_FORMAT")
+    monkeypatch.setenv("KIZAMI_INT4_FORMAT", "gptq")
+    assert "qzeros" not in kizami("plan", tiny_checkpoint).err
+    assert kizami("plan", tiny_checkpoint, "--json").json["warnings"]
+    monkeypatch.setenv("KIZAMI_INT4_FORMAT", "markdown")
+    assert "KIZAMI_INT4_FORMAT" in kizami("plan", tiny_checkpoint).err
+
+
+def test_a_written_recipe_says_what_it_leaves_out_and_reads_back_in_silence(
+    tiny_checkpoint: Path, kizami: Run, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    mixed = kizami("plan", tiny_checkpoint, "--rest", "fp8", "--write-recipe", recipe)
+    assert "a recipe says what is INT4 only: 24 FP8 modules of this plan are not in " in mixed.err
+    again = kizami("plan", tiny_checkpoint, "--rest", "fp8", "--recipe", recipe, "--json").json
+    assert (
+        again["output"]["bytes"] == kizami("plan", tiny_checkpoint, "--rest", "fp8", "--json").json["output"]["bytes"]
+    )
+    assert not [line for line in again["warnings"] if "matches no module" in line]
+
+
+def test_rest_fp8_without_fp8_is_told(converted: Path, kizami: Run) -> None:
+    done = kizami("plan", converted, "--scheme", "bf16", "--rest", "fp8")
+    assert "--rest fp8 keeps nothing" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "never"),
+    [
+        ((), ("INT4 (w4a16-g32)", "BF16 scales, pack-quantized layout", "base_model"), ("FP8 modules",)),
+        (("--rest", "fp8"), ("INT4 (w4a16-g32) + FP8", "FP8 modules", "FP8 codes and scales of the source"), ()),
+        (("--format", "gptq"), ("F16 scales, gptq layout", "--dtype float16", "- gptq"), ("BF16 scales",)),
+        (("--scheme", "bf16"), ("BF16", "No weight was rounded"), ("INT4 modules", "- int4", "relation: quantized")),
+        (("--scheme", "bf16", "--set", "shared_expert=fp8"), ("BF16 + FP8",), ()),
+        (("--mtp", "drop"), ("left out: no speculative decoding",), ()),
+        (("--format", "w4afp8", "--rest", "fp8"), ("F32 scales", "scale 1.0", "no: quant_method"), ("vllm serve",)),
+    ],
+)
+def test_a_card_is_true_of_its_output(
+    tiny_checkpoint: Path, convert: Convert, options: tuple[str, ...], words: tuple[str, ...], never: tuple[str, ...]
+) -> None:
+    card = (convert(tiny_checkpoint, *options) / "README.md").read_text()
+    assert [word for word in words if word not in card] == []
+    assert [word for word in never if word in card] == []
+
+
+def test_a_card_says_that_the_source_was_int4(converted: Path, convert: Convert) -> None:
+    card = (convert(converted, "--scheme", "fp8-block") / "README.md").read_text()
+    assert "The source is INT4 (groups of 32): nothing here can be more exact than that." in card
+    assert "transformers does" not in card
+    assert "| transformers 5.24.0 | no: experts are FP8 in blocks" in card

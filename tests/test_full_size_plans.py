@@ -18,8 +18,8 @@ from kizami.quantize.settings import Method, Policy
 # name, source bytes, output bytes under the default policy
 PUBLISHED = [
     ("glm-5.2-fp8", 755_617_140_416, 450_903_738_368),
-    ("glm-5-fp8", 756_162_687_872, 451_972_135_424),
-    ("kimi-k2-fp8", 1_029_173_256_720, 594_205_911_728),
+    pytest.param("glm-5-fp8", 756_162_687_872, 451_972_135_424, marks=pytest.mark.long),
+    pytest.param("kimi-k2-fp8", 1_029_173_256_720, 594_205_911_728, marks=pytest.mark.long),
 ]
 POLICIES = [  # chosen so that each value of each option occurs; a plan of this size takes seconds
     ("glm-5.2-fp8", inventory.Policy(64, "fp8", "keep")),
@@ -69,7 +69,7 @@ def test_a_plan_gives_the_published_bytes_in_20_s_and_600_mb(sparse, name, sourc
     assert mib < 600
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "policy"), POLICIES)
 def test_a_plan_writes_exactly_the_tensors_of_the_inventory(sparse, name, policy):
     ours = Policy(group_size=policy.group, rest=policy.rest, mtp=policy.mtp)
@@ -78,7 +78,7 @@ def test_a_plan_writes_exactly_the_tensors_of_the_inventory(sparse, name, policy
     assert written == {(t.name, t.dtype, t.shape) for t in inventory.converted_tensors(name, policy)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n for n in inventory.MODELS if n.startswith("glm-4") and n.endswith("fp8")])
 def test_channel_fp8_of_glm_4_is_planned_like_the_blocks_of_glm_5(sparse, name):
     plan = build_plan(Checkpoint.open(sparse(name)), Policy(), Method())

@@ -61,7 +61,7 @@ def test_without_the_compiler_results_are_the_same(usual: str) -> None:
     assert run(NUMBA_DISABLE_JIT="1") == usual
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_cpu_gives_the_same_bytes_and_figures(usual: str, generic_cpu: dict[str, str]) -> None:
     assert run(**generic_cpu) == usual
 

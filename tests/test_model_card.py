@@ -12,6 +12,7 @@ from kizami.formats.model_card import (
     MAX_README_CHARS,
     TP_SIZES,
     CardFacts,
+    EngineFacts,
     ErrorRow,
     escape_markdown,
     render_card,
@@ -26,6 +27,11 @@ def tensor_parallel_sizes(shapes: dict[str, list[tuple[int, int]]], group: int) 
     return tuple(tp for tp in TP_SIZES if all(tensor_parallel_fits(*one, group, tp) for one in each))
 
 
+ENGINES = (
+    EngineFacts("SGLang", "0.5.23", (1, 2, 4, 8, 16, 32)),
+    EngineFacts("vLLM", "0.33.0", (1, 2, 4, 8, 16, 32)),
+    EngineFacts("transformers", "5.24.0", None),
+)
 FACTS = CardFacts(
     title="GLM-5.2-INT4",
     kizami_version="0.1.0",
@@ -40,7 +46,8 @@ FACTS = CardFacts(
     bits_per_weight=4.787,
     errors=(ErrorRow("routed_expert", 58_368, 0.0812, 0.0931, 21.81),),
     has_negative_scales=True,
-    tp_sizes=(1, 2, 4, 8, 16, 32),
+    is_quantized=True,
+    engines=ENGINES,
     kv_scales="none",
     source_hashes=(("model-00001-of-00141.safetensors", "ab" * 32),),
 )
@@ -83,11 +90,29 @@ def test_without_a_hub_id_the_card_says_what_to_add() -> None:
     assert "not known" not in render_card("---\nlicense: mit\n---\n", FACTS)
 
 
-@pytest.mark.parametrize(("sizes", "largest"), [((1, 2, 4), 4), ((1, 2, 4, 8, 16, 32), 8), ((), 1)])
+@pytest.mark.parametrize(("sizes", "largest"), [((1, 2, 4), 4), ((1, 2, 4, 8, 16, 32), 8), ((1,), 1)])
 def test_serve_lines_have_the_largest_size_of_one_node_that_works(sizes: tuple[int, ...], largest: int) -> None:
-    card = render_card(None, dataclasses.replace(FACTS, tp_sizes=sizes))
+    engines = [dataclasses.replace(engine, sizes=sizes) for engine in ENGINES[:2]]
+    card = render_card(None, dataclasses.replace(FACTS, engines=(*engines, ENGINES[2])))
     assert f"--tp-size {largest}\n" in card
     assert f"--tensor-parallel-size {largest}\n" in card
+    assert f"| SGLang 0.5.23 | yes | {', '.join(map(str, sizes))} |" in card
+
+
+def test_an_engine_that_does_not_load_it_has_its_reason_and_no_command() -> None:
+    broken = EngineFacts("vLLM", "0.33.0", (1, 2), "there is no loader for it")
+    flagged = EngineFacts("SGLang", "0.5.23", (1, 2), None, ("serve with --dtype float16", "compare answers"))
+    away = EngineFacts("transformers", "5.24.0", None, "no")
+    card = render_card(None, dataclasses.replace(FACTS, engines=(flagged, broken, away)))
+    assert "| vLLM 0.33.0 | no: there is no loader for it |" in card
+    assert "vllm serve" not in card
+    assert "--tp-size 2 --dtype float16\n" in card
+    assert "| serve with --dtype float16; compare answers |" in card
+    assert "library_name" not in card
+
+
+def test_a_decoded_checkpoint_is_not_called_quantized() -> None:
+    assert "base_model_relation" not in render_card(None, dataclasses.replace(FACTS, is_quantized=False))
 
 
 def test_small_sizes_have_a_small_unit() -> None:
@@ -110,7 +135,7 @@ def test_the_source_table_is_short() -> None:
     ],
 )  # fmt: skip
 def test_the_title_does_not_call_int4_fp8(source: str, shown: str) -> None:
-    assert title(source, "w4a16-g32") == f"{shown} INT4 (w4a16-g32)"
+    assert title(source, "INT4 (w4a16-g32)") == f"{shown} INT4 (w4a16-g32)"
 
 
 def test_a_cached_snapshot_tells_its_origin() -> None:

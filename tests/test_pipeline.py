@@ -172,6 +172,8 @@ def test_a_garbled_journal_is_refused(tiny_checkpoint, tmp_path):
     [
         (replace(SMALL_SHARDS, group_size=64), Method(), r"policy\.group_size: 32 then, 64 now"),
         (SMALL_SHARDS, Method("minmax"), r"method\.name: search then, minmax now"),
+        (Policy(), Method(), r"policy\.max_shard_bytes: \d+ then, 5000000000 now"),  # other files, too
+        (replace(SMALL_SHARDS, to="bf16"), Method(), r"policy\.to: int4 then, bf16 now"),
     ],
 )
 def test_a_resume_with_other_settings_shows_both_and_stops(tiny_checkpoint, tmp_path, policy, method, says):

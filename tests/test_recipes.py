@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cli_fixtures import Run
 
 from kizami.formats import strict_yaml
 from kizami.formats.errors import KizamiError
@@ -357,3 +358,16 @@ def test_a_recipe_that_llm_compressor_saved_is_read(tmp_path: Path) -> None:
     recipe.yaml(file_path=str(tmp_path / "saved.yaml"))
     assert read_recipe(tmp_path / "saved.yaml") == Recipe(("Linear",), ("lm_head", "re:.*self_attn.*"), 128)
     assert "default_stage" in (tmp_path / "saved.yaml").read_text()
+
+
+def test_a_recipe_and_a_scheme_of_another_form_contradict_each_other(
+    tiny_checkpoint: Path, kizami: Run, tmp_path: Path
+) -> None:
+    """It would be INT4 by the one and BF16 by the other."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(write_recipe(("Linear",), ("lm_head",), 64))
+    for scheme in ("bf16", "fp8-block", "w4a16-g32"):
+        refused = kizami("plan", tiny_checkpoint, "--recipe", recipe, "--scheme", scheme)
+        assert refused.code == 2, scheme
+        assert "--recipe" in refused.err
+    assert kizami("plan", tiny_checkpoint, "--recipe", recipe, "--scheme", "w4a16-g64").code == 0

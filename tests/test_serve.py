@@ -14,17 +14,32 @@ from serving_models import MISSING, save
 GLM, KIMI = "glm-5.2-fp8", "kimi-k2-fp8"
 
 
+@pytest.fixture
+def launch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tensors no model is made: what `check` says of them is left out."""
+    monkeypatch.setattr("kizami.formats.serving.loading.about_loading", lambda server, served: [])
+
+
 def test_a_converted_output_and_its_source_are_planned(kizami: Run, tiny_checkpoint: Path, converted: Path) -> None:
-    done = kizami("serve", converted, "--prefill", tiny_checkpoint, "--tp", "2", "--ep", "2")
+    done = kizami("serve", converted, "--prefill", tiny_checkpoint, "--tp", "1")
     assert done.code == 0, done.err
     assert f"--model-path {tiny_checkpoint}" in done.out
     assert f"--model-path {converted}" in done.out
     assert "launch_router" in done.out
     assert re.search(
-        r"^[\d,]+ tokens per decode replica of 2 h200 \(INT4 g32; \d+ layers, bf16 rows of \d+ B, .*GiB", done.out, re.M
+        r"^[\d,]+ tokens per decode replica of 1 h200 \(INT4 g32; \d+ layers, bf16 rows of \d+ B, .*GiB", done.out, re.M
     )
     for word in ("layers; latent row per layer", "GiB", "GB", "index keys", "dcp 1", "pages", "assumed"):
         assert word in done.out
+
+
+def test_what_check_refuses_is_no_launch(kizami: Run, tiny_checkpoint: Path, converted: Path) -> None:
+    done = kizami("serve", converted, "--prefill", tiny_checkpoint, "--tp", "2", "--ep", "2", "--json")
+    assert done.code == 1
+    [refused] = [f for f in done.json["findings"] if f["code"] == "does_not_load"]
+    assert refused["role"] == "prefill"
+    assert "128 columns on 2 ranks is 64, FP8 blocks have 128" in refused["message"]
+    assert f"kizami check {shlex.quote(str(tiny_checkpoint))} --engine sglang --tp 2 --ep 2" in refused["advice"]
 
 
 def whole_numbers(value: object) -> bool:
@@ -66,6 +81,7 @@ def test_the_published_doubling_comes_with_its_assumptions(kizami: Run, tmp_path
     assert log["capacity"][0]["plain"]["tokens_per_replica"] == 715_072
 
 
+@pytest.mark.usefixtures("launch_alone")
 def test_exit_code_1_where_the_launch_would_fail(kizami: Run, tmp_path: Path) -> None:
     model = save(tmp_path / "glm", GLM)
     bf16_prefill = ("--prefill", model, "--kv-cache-dtype", "fp8_e4m3", "--prefill-kv-cache-dtype", "bf16")
@@ -103,6 +119,7 @@ def test_the_prefill_server_has_options_of_its_own(kizami: Run, tmp_path: Path) 
     assert (prefill["gpu"]["name"], decode["gpu"]["name"]) == ("b200", "h200")
 
 
+@pytest.mark.usefixtures("launch_alone")
 def test_vllm_is_told_to_take_a_shorter_context_where_the_config_has_more_than_fits(
     kizami: Run, tmp_path: Path
 ) -> None:
@@ -113,6 +130,7 @@ def test_vllm_is_told_to_take_a_shorter_context_where_the_config_has_more_than_f
     assert "--max-model-len" not in kizami("serve", model, "--pool-gib", "80").out
 
 
+@pytest.mark.usefixtures("launch_alone")
 def test_a_latent_that_is_no_whole_tile_has_no_rows_with_scales(kizami: Run, tmp_path: Path) -> None:
     model = save(tmp_path / "glm", GLM, kv_lora_rank=200)
     done = kizami("serve", model, "--pool-gib", "200", "--json")

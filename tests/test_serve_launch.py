@@ -206,6 +206,12 @@ def test_a_shell_runs_the_printed_lines_as_they_are_meant(engine):
         assert done.stdout.splitlines() == expected
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_folder_whose_name_begins_with_a_dash_is_no_option(engine):
+    words = commands([server_of(KIMI, engine=engine, path="--tp")])[0].words
+    assert words[4 if engine == "sglang" else 2] == "./--tp"
+
+
 def test_a_shell_stops_where_a_placeholder_is_not_set():
     *_, router = commands(list(pair_of(KIMI)))
     assert router.placeholders == ["DECODE_HOST", "PREFILL_HOST"]

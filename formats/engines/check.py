@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kizami.formats.engines import (
     rules_config,
+    rules_dims,
     rules_experts,
     rules_kernels,
     rules_kv,
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *rules_experts.RULES,
     *rules_special.RULES,
     *rules_layers.RULES,
+    *rules_dims.RULES,
     *rules_shapes.RULES,
     *rules_kv.RULES,
     *rules_kernels.RULES,

@@ -227,15 +227,15 @@ def _linear_format(context: Context) -> Iterator[Hit]:
     quant = context.quant
     if quant is None or not quant.is_compressed_tensors:
         return
-    for linear in context.linears:
-        group = as_group(linear.scheme)
+    for built in context.modules if context.engine == "transformers" else context.linears:  # _top_format has experts
+        group = as_group(built.scheme)
         if group is None or not group.targets:
             continue
         form = group.format or quant.format
         if group.is_weight_only_int and form != PACK:
-            yield _wrong_format(group, form, PACK, linear.name)
+            yield _wrong_format(group, form, PACK, built.name)
         elif group.is_fp8 and form not in _ACTIVATION_FORMATS and not (form == PACK and context.engine == "sglang"):
-            yield _wrong_format(group, form, "float-quantized", linear.name)
+            yield _wrong_format(group, form, "float-quantized", built.name)
 
 
 def _wrong_format(group: Group, found: str | None, expected: str, module: str) -> Hit:
@@ -331,7 +331,12 @@ RULES = (
         },
         _top_format,
     ),
-    Rule("group_format", "error", _CT_BOTH, _linear_format),
+    Rule(
+        "group_format",
+        "error",
+        {**_CT_BOTH, "transformers": "transformers integrations/compressed_tensors.py (get_value_from_registry)"},
+        _linear_format,
+    ),
     Rule(
         "actorder",
         "error",

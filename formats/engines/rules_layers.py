@@ -28,6 +28,10 @@ def _indexer(context: Context) -> Iterator[Hit]:
             "take index_topk_freq, index_skip_topk_offset or indexer_types from the source's config",
             f"layers.{layer}.self_attn.indexer",
         )
+    for layer in sorted(expected & owners):
+        names = _suffixes(model.layers.get(layer, ()), layer)
+        if missing := [part for part in _INDEXER_PARTS if f"self_attn.indexer.{part}" not in names]:
+            yield _not_there([f"indexer.{part}" for part in missing], f"layers.{layer}.self_attn.indexer")
     for layer in sorted(owner for owner in owners - expected if owner is not None and owner < layers):
         yield Hit(
             "a layer that shares another one's indexer has one of its own: it is not read",
@@ -52,6 +56,7 @@ def owns_indexer(model: Model, layer: int, engine: EngineName) -> bool:
 
 _MLA_PARTS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "kv_a_layernorm")
 _GQA_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_INDEXER_PARTS = ("wq_b", "wk", "k_norm", "weights_proj")
 _MTP_PARTS = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 
 
@@ -64,12 +69,17 @@ def _missing(context: Context) -> Iterator[Hit]:
     with_experts = {experts.place.layer for experts in context.experts}
     dense = model.number("first_k_dense_replace")
     for layer in range(family.num_layers):
-        missing = _missing_in_layer(model, layer, layer in with_experts)
+        is_dense = layer not in with_experts or (dense is not None and layer < dense)
+        missing = _missing_in_layer(model, layer, not is_dense)
         if dense is not None and layer >= dense and layer not in with_experts:
             missing = [*(part for part in missing if not part.startswith("mlp.")), "mlp.experts"]
         if missing:
             yield _not_there(missing, f"layers.{layer}")
-    top = {part.name.removeprefix(family.prefix) for part in model.parts.values() if part.place.layer is None}
+    top = {
+        part.name.removeprefix(family.prefix)
+        for part in model.parts.values()
+        if part.place.layer is None and part.form != "none"
+    }
     tied = model.served.config.get("tie_word_embeddings") is True
     for name in ("model.embed_tokens", "model.norm", *(() if tied else ("lm_head",))):
         if name not in top:
@@ -84,6 +94,9 @@ def _missing_in_layer(model: Model, layer: int, has_experts: bool) -> list[str]:
         shared = [f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")]
         mlp = ["mlp.gate", *(shared if model.number("n_shared_experts") else [])]
     missing = [part for part in (*_wanted(model), *mlp) if part not in names]
+    if model.attention == "gqa" and model.family.text_config.get("attention_bias") is True:
+        with_bias = _suffixes([part for part in model.layers.get(layer, ()) if "bias" in part.leaves], layer)
+        missing += [f"{name}.bias" for p in "qkv" if (name := f"self_attn.{p}_proj") in names - with_bias]
     if has_experts and model.family.text_config.get("topk_method") == "noaux_tc":
         biases = (part for part in model.layers.get(layer, ()) if "e_score_correction_bias" in part.leaves)
         missing += [] if any(biases) else ["mlp.gate.e_score_correction_bias"]
@@ -91,9 +104,9 @@ def _missing_in_layer(model: Model, layer: int, has_experts: bool) -> list[str]:
 
 
 def _suffixes(parts: Sequence[Part], layer: int) -> frozenset[str]:
-    """Names after `layers.<i>.`, of modules that hold something to load."""
+    """Names after `layers.<i>.`, of modules that have a weight: a bias or a scale alone is what is left of one."""
     mark = f"layers.{layer}."
-    return frozenset(part.name.rpartition(mark)[2] for part in parts if part.leaves)
+    return frozenset(part.name.rpartition(mark)[2] for part in parts if part.form != "none")
 
 
 def _wanted(model: Model) -> list[str]:
@@ -101,6 +114,8 @@ def _wanted(model: Model) -> list[str]:
     if model.attention == "mla":
         lora = bool(model.number("q_lora_rank"))
         parts += [f"self_attn.{part}" for part in (("q_a_proj", "q_b_proj", "q_a_layernorm") if lora else ("q_proj",))]
+    elif model.family.text_config.get("use_qk_norm") is True:
+        parts += ["self_attn.q_norm", "self_attn.k_norm"]
     return ["input_layernorm", "post_attention_layernorm", *parts]
 
 

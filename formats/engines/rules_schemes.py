@@ -8,6 +8,7 @@ from kizami.formats.engines.finding import EngineName, Hit, Rule
 from kizami.formats.engines.parts import FORM_WORDS, Form, Part
 from kizami.formats.engines.quantization import Group
 from kizami.formats.engines.resolve import Trouble
+from kizami.formats.errors import printable
 
 _SOURCES: Mapping[EngineName, str] = {
     "sglang": "SGLang srt/layers/quantization/compressed_tensors/utils.py, "
@@ -32,6 +33,8 @@ def expected_form(group: Group | None) -> Form | None:
         return "int8"
     if group.is_packed_int:
         return "packed"
+    if (group.weights.kind, group.weights.bits) == ("int", 8):
+        return "int8"  # with activations; without, it is packed
     return "fp8" if group.is_fp8 else None
 
 
@@ -51,6 +54,7 @@ def _leaf(built: Linear | Experts) -> str:
 
 
 def _mismatch(context: Context) -> Iterator[Hit]:
+    yield from _other_method(context)
     for built in context.modules:
         if isinstance(built.scheme, Trouble) or not context.is_modelled:
             continue
@@ -69,6 +73,36 @@ def _mismatch(context: Context) -> Iterator[Hit]:
             f"{_leaf(built)} is {FORM_WORDS[found.form]}, but {says}; {_ONES[context.engine]}",
             f"name it in {where}{called}",
             found.name,
+        )
+
+
+def _other_method(context: Context) -> Iterator[Hit]:
+    """Where the way from config to module was not modelled: compressed-tensors' names are read by no other method."""
+    quant = context.quant
+    if quant is None or context.is_modelled:
+        return
+    packed = next((part for part in context.model.parts.values() if part.form == "packed"), None)
+    if packed is not None:
+        yield Hit(
+            f"is {FORM_WORDS['packed']}, but quant_method is {quant.method}, which reads no such tensor",
+            "take config.json from the publisher of these files",
+            packed.name,
+        )
+
+
+def _status(context: Context) -> Iterator[Hit]:
+    """transformers unpacks only what is `compressed`; otherwise, and without the key, it waits for float weights."""
+    quant = context.quant
+    if quant is None or not quant.is_compressed_tensors:
+        return
+    status = quant.raw.get("quantization_status")
+    forms = {part.form: part.name for part in context.model.parts.values() if part.form in ("packed", "fp8")}
+    if forms and status != "compressed":
+        yield Hit(
+            f"quantization_status is {printable(repr(status), 40)}, expected 'compressed': the weights would not be "
+            "unpacked",
+            'write "quantization_status": "compressed"',
+            next(iter(forms.values())),
         )
 
 
@@ -200,6 +234,12 @@ def _scale_dtype(context: Context) -> Iterator[Hit]:
 RULES = (
     Rule("scheme_conflict", "error", _SOURCES, _conflict),
     Rule("scheme_mismatch", "error", _SOURCES, _mismatch),
+    Rule(
+        "not_compressed",
+        "error",
+        {"transformers": "transformers quantizers/quantizer_compressed_tensors.py (is_quantization_compressed)"},
+        _status,
+    ),
     Rule("fused_members", "error", {name: _SOURCES[name] for name in ("sglang", "vllm")}, _fused_members),
     Rule(
         "fp8_scale_name",

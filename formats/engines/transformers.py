@@ -49,13 +49,14 @@ def library_verdict(raw: Mapping[str, Any]) -> str | None:
     """
     if find_spec("compressed_tensors") is None:
         return None
-    from compressed_tensors.quantization import QuantizationConfig
-    from pydantic import ValidationError
-
+    try:
+        from compressed_tensors.quantization import QuantizationConfig
+    except (ImportError, OSError):  # installed without its torch, or with one that does not load here
+        return None
     known = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
         QuantizationConfig.model_validate(known)
-    except (ValidationError, ValueError, TypeError) as e:
-        first = str(e).splitlines()
-        return printable(" ".join(line.strip() for line in first[:3]), 300)
+    except Exception as e:  # KeyError and NotImplementedError among them: whatever it raises, transformers stops at
+        words = " ".join(line.strip() for line in str(e).splitlines()[:3])
+        return printable(words if isinstance(e, ValueError) else f"{type(e).__name__}: {words}", 300)
     return None

@@ -79,13 +79,22 @@ def _sglang(server: Server) -> Command:
                 f"{SGLANG} models/deepseek_v2.py, models/glm4_moe.py shared_experts_fusion_disable_reason",
             )
         )
+    if server.stored.method == "gptq":
+        flags.append(
+            Flag(
+                ("--dtype", "float16"),
+                "experts in GPTQ have F16 scales there, and the kernel wants one dtype",
+                f"{SGLANG} layers/quantization/gptq/schemes/gptq_moe.py",
+            )
+        )
     if server.role != "single":
         flags += _sglang_pair(server)
     return Command(server.role, (), ("python", "-m", "sglang.launch_server"), tuple(flags))
 
 
 def _model(flag: str, server: Server) -> Iterator[Flag]:
-    yield Flag((flag, server.path) if flag else (server.path,))
+    path = f"./{server.path}" if server.path.startswith("-") else server.path  # else argparse takes it for an option
+    yield Flag((flag, path) if flag else (path,))
     if server.revision:
         yield Flag(("--revision", server.revision), "the part of the Hub id after @")
     if server.model.remote_code:

@@ -87,7 +87,7 @@ def read_model(config: Mapping[str, Any], family: Family) -> ServedModel:
         moe_intermediate=_number(text, "moe_intermediate_size", default=0),
         vocab=_number(text, "vocab_size", default=0),
         context=_number(text, "max_position_embeddings", default=0),
-        remote_code=any(c.get("auto_map") for c in (config, text)) or family.name.startswith("kimi"),
+        remote_code=needs_code(config),
         vision=isinstance(config.get("vision_config"), dict),
     )
 
@@ -136,3 +136,10 @@ def _number(text: Mapping[str, Any], key: str, *, default: int | None = None, lo
 def _bad(key: str, found: object, expected: str) -> KizamiError:
     text = "missing" if found is None else printable(repr(found), 80)
     return KizamiError(f"{key} is {text}, expected {expected}", code="bad_config", file="config.json")
+
+
+def needs_code(config: Mapping[str, Any]) -> bool:
+    """Whether config or tokenizer are Python in the checkpoint: an auto_map, or Kimi's types."""
+    text = config.get("text_config")
+    holders = [config, *([text] if isinstance(text, dict) else [])]
+    return any(c.get("auto_map") or str(c.get("model_type")).startswith("kimi") for c in holders)

@@ -13,6 +13,7 @@ from kizami.formats.method_rules import method_resolver
 from kizami.formats.quant_config import Form
 from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
+from kizami.quantize import reference_layouts
 from kizami.quantize.executor import thread_map
 from kizami.quantize.manifest import MANIFEST, REPORT
 from kizami.quantize.report import Row
@@ -114,6 +115,10 @@ def _check_packed_module(
         problem = f"its tensors are not those of a [{rows}, {cols}] weight in groups of {policy.group_size}"
     if problem is not None:
         yield Problem("bad_shape", problem, parts[0].file, module.name)
+    elif policy.format in ("gptq", "gptq_v2", "awq"):
+        beside = [reader.read(part).view("<i4").reshape(part.shape) for part in parts[1:-1]]
+        if (fault := reference_layouts.fault_beside(policy.format, beside, policy.group_size)) is not None:
+            yield Problem("bad_layout", fault, parts[0].file, module.name)
 
 
 def check_scales(
