@@ -18,8 +18,8 @@ from kizami.quantize.settings import Method, Policy
 # name, source bytes, output bytes under the default policy
 PUBLISHED = [
     ("glm-5.2-fp8", 755_617_140_416, 450_903_738_368),
-    pytest.param("glm-5-fp8", 756_162_687_872, 451_972_135_424, marks=pytest.mark.long),
-    pytest.param("kimi-k2-fp8", 1_029_173_256_720, 594_205_911_728, marks=pytest.mark.long),
+    ("glm-5-fp8", 756_162_687_872, 451_972_135_424),
+    ("kimi-k2-fp8", 1_029_173_256_720, 594_205_911_728),
 ]
 POLICIES = [  # chosen so that each value of each option occurs; a plan of this size takes seconds
     ("glm-5.2-fp8", inventory.Policy(64, "fp8", "keep")),
@@ -55,7 +55,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "source", "output"), PUBLISHED)
 def test_a_plan_gives_the_published_bytes_in_20_s_and_600_mb(sparse, name, source, output):
     done = subprocess.run(

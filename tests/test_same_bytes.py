@@ -332,7 +332,7 @@ def test_a_terminal_changes_no_byte(source: Path, clean: Tree, tmp_path: Path) -
     assert different(tree(tmp_path / "out"), clean) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_cpu_changes_no_byte(
     source: Path, clean: Tree, plan_document: dict[str, Any], tmp_path: Path, generic_cpu: dict[str, str]
 ) -> None:
