@@ -6,11 +6,11 @@ from kizami.cli.output import Ui, counted
 from kizami.formats.serving.server import SGLANG, VLLM
 
 if TYPE_CHECKING:
-    from kizami.cli.serve import Launch
     from kizami.formats.serving.foretell import Finding
     from kizami.formats.serving.kv_layout import KvCost
     from kizami.formats.serving.launch import Command
     from kizami.formats.serving.server import Server
+    from kizami.quantize.launch import Launch
     from kizami.quantize.serving import Row
 
 BAR = 40  # characters of the longest bar

@@ -310,7 +310,7 @@ def test_out_needs_a_name_even_where_nothing_is(
 # ---------------------------------------------------------------- memory
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["BF16 expert", "FP8 dense", "F32 copied"])
 def test_memory_is_bounded_for_every_way_a_tensor_goes(tmp_path: Path, kind: str) -> None:
     """8 tensors of 32 MiB as file holes, one worker: never more than two of them and their outputs."""

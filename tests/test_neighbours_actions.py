@@ -42,7 +42,7 @@ STYLES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("mtp", ["quantize", "keep", "drop"])
+@pytest.mark.parametrize("mtp", ["quantize", *(pytest.param(m, marks=pytest.mark.long) for m in ("keep", "drop"))])
 @pytest.mark.parametrize("rest", ["bf16", "fp8"])
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
 def test_every_style_of_names_gives_the_same_experts_and_rules_that_fit(
@@ -69,7 +69,7 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rest", ["bf16", "fp8"])
+@pytest.mark.parametrize("rest", ["bf16", pytest.param("fp8", marks=pytest.mark.long)])
 @pytest.mark.parametrize("module", ODD)
 def test_a_linear_of_any_name_is_left_alone_and_the_rules_say_so(
     save: Save, tmp_path: Path, module: str, rest: str

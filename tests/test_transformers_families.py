@@ -19,7 +19,10 @@ from client_fixtures import decoded_fp8, dense_twin, load_tensors
 from client_models import BLOCK, FAMILIES, fp8_model, logits, open_model
 from transformers import CompressedTensorsConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+    pytest.mark.long,
+]
 
 TOKEN_IDS = torch.arange(0, 511, 7)[None]
 Converted = Callable[..., tuple[Path, Path]]

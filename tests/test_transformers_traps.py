@@ -23,6 +23,8 @@ from client_models import fp8_model, logits, open_model
 from forging import forge, forge_tensors
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
+
 TOKEN_IDS = torch.arange(0, 511, 7)[None]
 EXPERT, O_PROJ = "model.layers.1.mlp.experts.3.down_proj", "model.layers.1.self_attn.o_proj"
 KV_B = "model.layers.1.self_attn.kv_b_proj"
