@@ -54,12 +54,14 @@ _SUBSTRINGS = (
 _FUSION = "SGLang 0.5.23 may merge shared experts into the INT4 ones: --disable-shared-experts-fusion"
 # fused_marlin_moe.py:231-237 wants activations of the scales' dtype, and gptq_moe.py:234-250 makes those F16.
 _HALF = "SGLang 0.5.23 runs GPTQ experts in float16 only: --dtype float16"
+# On GPUs the zero points of symmetric checkpoints are not read (vLLM auto_gptq.py:720-735). On CPUs 0.33's
+# fused_moe/experts/cpu_moe.py:823-835 adds 1 to what is stored, whatever the config says (read), and 0.32's emulation
+# takes it as it is (run): one of them is a step off with either form.
+_ON_CPU = "vLLM's CPU backends do not agree about GPTQ zero points: on a CPU compare answers before you rely on them"
 READER_NOTES: dict[Format, tuple[str, ...]] = {
     "pack-quantized": (),
-    "gptq": (_HALF, _FUSION),
-    # vLLM fused_moe/experts/cpu_moe.py:823-835: its GPTQ unpacking adds 1 to stored zero points, whatever the config
-    # says. On GPUs those of symmetric checkpoints are not read (auto_gptq.py:720-735).
-    "gptq_v2": (_HALF, _FUSION, "vLLM's CPU backend reads every GPTQ checkpoint as v1: use --format gptq there"),
+    "gptq": (_HALF, _FUSION, _ON_CPU),
+    "gptq_v2": (_HALF, _FUSION, _ON_CPU),
     # deepseek_weight_loader.py:468-479 joins q_a_proj and kv_a_proj_with_mqa along dimension 1, where AWQ has rows.
     "awq": (
         _FUSION,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from kizami.formats.errors import KizamiError, printable
 from kizami.formats.families import Family
+from kizami.formats.foreign import bad_config
 
 # SGLang 0.5.23 configs/model_config.py `is_deepseek_dsa`: those of its classes that kizami's families have.
 DSA_CLASSES = frozenset({"DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
@@ -101,12 +101,12 @@ def count_index_layers(text: Mapping[str, Any], layers: int) -> int:
     types = text.get("indexer_types")
     if types is not None:
         if not isinstance(types, list) or not all(isinstance(word, str) for word in types):
-            raise _bad("indexer_types", types, "a list of strings")
+            raise bad_config("indexer_types", types, "a list of strings")
         return layers - types[:layers].count("shared")
     pattern = text.get("index_topk_pattern")
     if pattern is not None:
         if not isinstance(pattern, str):
-            raise _bad("index_topk_pattern", pattern, "a string")
+            raise bad_config("index_topk_pattern", pattern, "a string")
         return layers - pattern[:layers].count("S")
     freq = _number(text, "index_topk_freq", default=1, low=1)
     offset = _number(text, "index_skip_topk_offset", default=2, low=1)
@@ -116,7 +116,7 @@ def count_index_layers(text: Mapping[str, Any], layers: int) -> int:
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise _bad("architectures", names, "a list with the name of the model's class")
+        raise bad_config("architectures", names, "a list with the name of the model's class")
     return names[0]
 
 
@@ -129,13 +129,8 @@ def _number(text: Mapping[str, Any], key: str, *, default: int | None = None, lo
     if value is None and default is not None:
         value = default
     if type(value) is not int or not low <= value <= high:
-        raise _bad(key, value, f"a whole number from {low} to {high}")
+        raise bad_config(key, value, f"a whole number from {low} to {high}")
     return value
-
-
-def _bad(key: str, found: object, expected: str) -> KizamiError:
-    text = "missing" if found is None else printable(repr(found), 80)
-    return KizamiError(f"{key} is {text}, expected {expected}", code="bad_config", file="config.json")
 
 
 def needs_code(config: Mapping[str, Any]) -> bool:

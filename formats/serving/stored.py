@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kizami.formats.errors import KizamiError, printable
+from kizami.formats.errors import KizamiError
 from kizami.formats.families import Family, Role
+from kizami.formats.foreign import bad_config, quantization_configs
 from kizami.formats.tensors import TensorInfo
 
 _PACKED = (".weight_packed", ".qweight")  # compressed-tensors; AutoGPTQ and AWQ
@@ -35,20 +36,9 @@ class StoredForm:
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The copy that engines read: the top level first, then `text_config`, then `compression_config` (SGLang 0.5.23
-    model_loader/checkpoint_quantization.py). Empty without one."""
-    text = config.get("text_config")
-    for where, holder, key in (
-        ("", config, "quantization_config"),
-        ("text_config.", text if isinstance(text, dict) else {}, "quantization_config"),
-        ("", config, "compression_config"),
-    ):
-        found = holder.get(key)
-        if found is not None:
-            if not isinstance(found, dict):
-                raise _bad(where + key, found, "an object")
-            return found
-    return {}
+    """The copy that engines read first. Empty without one."""
+    found = quantization_configs(config)
+    return found[0][1] if found else {}
 
 
 def read_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], family: Family) -> StoredForm:
@@ -94,7 +84,7 @@ def _group_size(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], 
         return columns // scale.shape[1]
     group = quant.get("group_size", 128)  # w4afp8: 128 in practice, and not always written
     if type(group) is not int or not 0 < group <= 1 << 20:
-        raise _bad("quantization_config.group_size", group, "a whole number above 0")
+        raise bad_config("quantization_config.group_size", group, "a whole number above 0")
     return group
 
 
@@ -103,7 +93,7 @@ def _block(quant: Mapping[str, Any]) -> tuple[int, int] | None:
     if size is None:
         return None
     if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n <= 1 << 20 for n in size):
-        raise _bad("quantization_config.weight_block_size", size, "two whole numbers above 0")
+        raise bad_config("quantization_config.weight_block_size", size, "two whole numbers above 0")
     return size[0], size[1]
 
 
@@ -129,18 +119,12 @@ def _objects(value: object) -> Iterable[Mapping[str, Any]]:
     if value is None:
         return
     if not isinstance(value, dict):
-        raise _bad("quantization_config.config_groups", value, "an object")
+        raise bad_config("quantization_config.config_groups", value, "an object")
     for group in value.values():
         if not isinstance(group, dict):
-            raise _bad("quantization_config.config_groups", group, "objects")
+            raise bad_config("quantization_config.config_groups", group, "objects")
         yield group
 
 
 def _word(value: object) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _bad(key: str, found: object, expected: str) -> KizamiError:
-    return KizamiError(
-        f"{key} is {printable(repr(found), 80)}, expected {expected}", code="bad_config", file="config.json"
-    )
