@@ -73,8 +73,10 @@ def convert(
     plan = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
     if tp is not None:
         refuse_uneven_split(plan, tp)
-    if tp is not None and not allow_unloadable and (why := too_many_ranks(plan, tp)) is not None:
-        raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
+    if tp is not None and (why := too_many_ranks(plan, tp)) is not None:
+        if not allow_unloadable:
+            raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
+        ui.warn([why])
     if (problem := unloadable(plan, checkpoint)) is not None:
         # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
         if not (allow_unloadable or policy.ignore or policy.targets):
@@ -94,6 +96,7 @@ def convert(
 
 def refuse_uneven_split(plan: "Plan", tp: int) -> None:
     from kizami.quantize.capacity import split_groups, tensor_parallel_sizes
+    from kizami.quantize.settings import GROUP_SIZES
 
     findings = split_groups(plan, tp)
     if findings:
@@ -101,7 +104,8 @@ def refuse_uneven_split(plan: "Plan", tp: int) -> None:
         raise KizamiError(
             "; ".join(map(str, findings)),
             code="tp_does_not_divide",
-            hint=f"sizes that work: {works}; a smaller --group-size allows more",
+            hint=f"sizes that split no group: {works}"
+            + ("; a smaller --group-size allows more" if plan.policy.group_size > GROUP_SIZES[0] else ""),
         )
 
 

@@ -74,7 +74,7 @@ def plan(
         if (kept := sum(step.form == "fp8" for step in made.steps)) or policy.mtp == "drop":
             what = [f"{counted(kept, 'FP8 module')}"] if kept else []
             what += ["--mtp drop"] if policy.mtp == "drop" else []
-            ui.warn([f"a recipe says what is INT4 only: {' and '.join(what)} of this plan are not in {write_recipe}"])
+            ui.warn([f"a recipe says what is INT4 only; not in {write_recipe}: {', '.join(what)}"])
     if json:
         ui.emit("plan", body)
     else:

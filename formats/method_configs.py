@@ -50,30 +50,22 @@ _SUBSTRINGS = (
     "vision_tower", "mm_projector", "multi_modal_projector", "visual.",
 )  # fmt: skip
 
-# deepseek_v2.py:3392 and glm4_moe.py:1028 stop the fusion for w4afp8 (the first for compressed-tensors too), no other.
-_FUSION = "SGLang 0.5.23 may merge shared experts into the INT4 ones: --disable-shared-experts-fusion"
-# fused_marlin_moe.py:231-237 wants activations of the scales' dtype, and gptq_moe.py:234-250 makes those F16.
-_HALF = "SGLang 0.5.23 runs GPTQ experts in float16 only: --dtype float16"
 # On GPUs the zero points of symmetric checkpoints are not read (vLLM auto_gptq.py:720-735). On CPUs 0.33's
 # fused_moe/experts/cpu_moe.py:823-835 adds 1 to what is stored, whatever the config says (read), and 0.32's emulation
 # takes it as it is (run): one of them is a step off with either form.
 _ON_CPU = "vLLM's CPU backends do not agree about GPTQ zero points: on a CPU compare answers before you rely on them"
 READER_NOTES: dict[Format, tuple[str, ...]] = {
     "pack-quantized": (),
-    "gptq": (_HALF, _FUSION, _ON_CPU),
-    "gptq_v2": (_HALF, _FUSION, _ON_CPU),
-    # deepseek_weight_loader.py:468-479 joins q_a_proj and kv_a_proj_with_mqa along dimension 1, where AWQ has rows.
-    "awq": (
-        _FUSION,
-        "SGLang 0.5.23 cannot load AWQ of a model whose q_a_proj is unquantized (DeepSeek, Kimi, GLM-5)",
-    ),
+    "gptq": (_ON_CPU,),
+    "gptq_v2": (_ON_CPU,),
+    "awq": (),
     # w4afp8.py:199-212 and :272-284: the parameters are made as 1.0 and stay so.
     "w4afp8": (
         "SGLang only, SM90 or later",
-        "experts' activations are cast to FP8 at scale 1.0: nothing is calibrated",
+        "Experts' activations are cast to FP8 at scale 1.0: nothing is calibrated",
     ),
 }
-"""What a user of the layout should be told, with the source of it."""
+"""What a user of the layout should be told and no rule of `kizami check` says."""
 
 # Runtime names of several linears in one (SGLang's and vLLM's models/deepseek_v2.py, glm4_moe.py).
 _FUSED = {

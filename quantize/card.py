@@ -11,6 +11,7 @@ from kizami.formats.method_configs import READER_NOTES
 from kizami.formats.model_card import CardFacts, EngineFacts, ErrorRow
 from kizami.formats.packed_source import PackedWeight
 from kizami.formats.serving.model import needs_code
+from kizami.quantize.constraints import fp8_block
 from kizami.quantize.loading import SERVING, loading_by_size
 from kizami.quantize.plan import Plan
 from kizami.quantize.report import Row, measured, role_summaries
@@ -89,7 +90,8 @@ def _forms(plan: Plan) -> Iterator[tuple[str, str]]:
         form = f"symmetric, group size {policy.group_size}, {_SCALE_WORDS[policy.format]} scales"
         yield "INT4 modules", f"{count:,} linears, {form}, {policy.format} layout"
     if count := _count(plan, "fp8"):
-        yield "FP8 modules", f"{count:,} linears, one scale per 128x128 block or output channel"
+        covers = "output channel" if fp8_block(list(plan.steps)) is None else "128x128 block"
+        yield "FP8 modules", f"{count:,} linears, one scale per {covers}"
     decoded, copied = plan.counts.get("dequantize", 0), plan.counts.get("copy", 0)
     parts = [f"{decoded:,} linears decoded to BF16"] if decoded else []
     yield "everything else", ", ".join([*parts, f"{copied:,} tensors as in the source"])
@@ -103,7 +105,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         sizes = ", ".join(map(str, groups))
         yield f"The source is INT4 (groups of {sizes}): nothing here can be more exact than that."
     if plan.packed:
-        yield from (f"{note[:1].upper()}{note[1:]}." for note in READER_NOTES[plan.policy.format])
+        yield from (f"{note}." for note in READER_NOTES[plan.policy.format])
 
 
 def _tags(plan: Plan) -> tuple[str, ...]:

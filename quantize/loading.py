@@ -27,10 +27,6 @@ class Loading:
         return next((finding.message for finding in self.findings if finding.severity == "error"), None)
 
     @property
-    def codes(self) -> set[str]:
-        return {finding.code for finding in self.findings if finding.severity == "error"}
-
-    @property
     def needs(self) -> tuple[str, ...]:
         """What its operator has to do: the advice of warnings."""
         return tuple(dict.fromkeys(finding.advice for finding in self.findings if finding.severity == "warning"))
@@ -52,15 +48,16 @@ def loading_by_size(plan: Plan) -> Iterator[tuple[Loading, tuple[int, ...]]]:
 
 
 def too_many_ranks(plan: Plan, tp: int) -> str | None:
-    """Why no serving engine loads the output on `tp` ranks, where that is a matter of size; None where one does, or
-    where none would on a single one either."""
+    """Why no serving engine loads the output on `tp` ranks, each expert on all or on one of them, where one does on a
+    single rank; else None."""
     checker = _checker(plan)
-    found = [one for one in _loading(checker, tp) if one.engine in SERVING]
-    alone = {one.engine: one.codes for one in _loading(checker, 1)}
-    if all(one.codes - alone[one.engine] for one in found):
-        words = "; ".join(f"{one.engine}: {one.error}" for one in found)
-        return f"no serving engine loads it at tp {tp}: {words}"
-    return None
+    alone = {one.engine for one in _loading(checker, 1) if one.engine in SERVING and one.error is None}
+    found = [one for one in _loading(checker, tp) if one.engine in alone]
+    spread = [one for one in _loading(checker, tp, ep=tp) if one.engine in alone]
+    if not found or not all(one.error for one in (*found, *spread)):
+        return None
+    words = "; ".join(f"{one.engine}: {one.error}" for one in found)
+    return f"no serving engine loads it at tp {tp}, with ep 1 or {tp}: {words}"
 
 
 def unloadable(plan: Plan, source: Checkpoint) -> KizamiError | None:
@@ -83,5 +80,5 @@ def _checker(plan: Plan) -> Checker:
     return Checker(Served(plan.config, tensors, mtp_dropped=plan.policy.mtp == "drop"))
 
 
-def _loading(checker: Checker, tp: int) -> tuple[Loading, ...]:
-    return tuple(Loading(engine, tuple(checker.find(engine, tp=tp))) for engine in ENGINES)
+def _loading(checker: Checker, tp: int, ep: int = 1) -> tuple[Loading, ...]:
+    return tuple(Loading(engine, tuple(checker.find(engine, tp=tp, ep=ep))) for engine in ENGINES)

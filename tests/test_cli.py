@@ -175,7 +175,10 @@ def test_plan_tp_exits_1_with_the_module_and_the_numbers(kizami: Run, tiny_check
     assert kizami("plan", tiny_checkpoint, "--tp", "2").code == 0
     heads = kizami("plan", tiny_checkpoint, "--tp", "4")
     assert heads.code == 1
-    assert "no serving engine loads it at tp 4: sglang: 2 attention heads on 4 ranks is 0.5 each" in heads.err
+    assert (
+        "no serving engine loads it at tp 4, with ep 1 or 4: sglang: 2 attention heads on 4 ranks is 0.5 each"
+        in heads.err
+    )
     as_json = kizami("plan", tiny_checkpoint, "--tp", "8", "--json")
     assert (as_json.code, as_json.err) == (1, "")
     assert as_json.json["tensor_parallel"]["findings"][0]["size"] == 128

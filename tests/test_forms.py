@@ -509,9 +509,11 @@ def test_a_size_that_no_serving_engine_takes_is_refused(
     done = kizami("convert", tiny_checkpoint, tmp_path / "out", "--tp", "4", "--dry-run")
     assert done.code == 2
     assert "no serving engine loads it at tp 4" in done.err
-    blocks = kizami("plan", converted, "--scheme", "fp8-block", "--tp", "2")
-    assert blocks.code == 1
-    assert "FP8 block" in blocks.err
+    told = kizami("convert", tiny_checkpoint, tmp_path / "out", "--tp", "4", "--dry-run", "--allow-unloadable")
+    assert told.code == 0
+    assert "kizami: warning: no serving engine loads it at tp 4" in told.err
+    blocks = kizami("plan", converted, "--scheme", "fp8-block", "--tp", "2")  # an expert whole on each rank
+    assert blocks.code == 0
 
 
 # ---------------------------------------------------------------------------------------------------- words
@@ -545,7 +547,7 @@ def test_a_written_recipe_says_what_it_leaves_out_and_reads_back_in_silence(
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     mixed = kizami("plan", tiny_checkpoint, "--rest", "fp8", "--write-recipe", recipe)
-    assert "a recipe says what is INT4 only: 24 FP8 modules of this plan are not in " in mixed.err
+    assert "recipe.yaml: 24 FP8 modules" in mixed.err
     again = kizami("plan", tiny_checkpoint, "--rest", "fp8", "--recipe", recipe, "--json").json
     assert (
         again["output"]["bytes"] == kizami("plan", tiny_checkpoint, "--rest", "fp8", "--json").json["output"]["bytes"]
