@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kizami.quantize.linear import dequantize_rows, quantize_linear, warm_up
-from kizami.quantize.settings import GROUP_SIZES, Method
+from kizami.quantize.calibrated.column_weights import integer_weights
+from kizami.quantize.linear import PackedLinear, dequantize_rows, quantize_linear, warm_up
+from kizami.quantize.settings import CALIBRATED, GROUP_SIZES, Method
 
 ROWS, COLUMNS, BLOCK = 2048, 7168, (128, 128)  # a Kimi-K2 expert's gate or up projection
 METHODS = {
@@ -21,6 +22,8 @@ METHODS = {
     "search": Method("search"),
     "search, allowance 0.5": Method("search", clip_allowance=0.5),
     "search, positive": Method("search", "positive"),
+    "weighted": Method("weighted", stats=""),
+    "weighted, allowance 0.5": Method("weighted", clip_allowance=0.5, stats=""),
 }
 KINDS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = {
     "gauss": lambda rng, shape: rng.standard_normal(shape),
@@ -60,6 +63,15 @@ def line(name: str, nbytes: int, work: Callable[[], object], repeat: int) -> Non
     print(f"{name:<28}{nbytes / best / 1e9:8.3f}{nbytes / median / 1e9:8.3f}", flush=True)
 
 
+def made(
+    weight: np.ndarray, scale: np.ndarray | None, block: tuple[int, int] | None, group_size: int, method: Method
+) -> PackedLinear:
+    """With mean squares of the inputs as spread as e^N(0, 1) where the method takes any."""
+    h = np.exp(np.random.default_rng(1).standard_normal(weight.shape[1])) if method.name in CALIBRATED else None
+    weights = None if h is None else integer_weights(h, group_size)
+    return quantize_linear(weight, scale, block, group_size, method, weights=weights, h=h)
+
+
 def speeds(repeat: int) -> None:
     codes, scale = fp8("gauss", (ROWS, COLUMNS))
     print(f"{'GB/s of FP8, one thread':<28}{'best':>8}{'median':>8}")
@@ -68,15 +80,15 @@ def speeds(repeat: int) -> None:
     line("dequantize to BF16", codes.size, lambda: dequantize_rows(codes, scale, BLOCK, 0), repeat)
     for name, method in METHODS.items():
         for g in GROUP_SIZES:
-            line(f"{name} g{g}", codes.size, lambda m=method, k=g: quantize_linear(codes, scale, BLOCK, k, m), repeat)  # type: ignore[misc]
+            line(f"{name} g{g}", codes.size, lambda m=method, k=g: made(codes, scale, BLOCK, k, m), repeat)  # type: ignore[misc]
     bf16 = (np.random.default_rng(0).standard_normal((256, COLUMNS)).astype(np.float32).view(np.uint32) >> 16).astype(
         np.uint16
     )
-    for name in ("minmax", "search"):
+    for name in ("minmax", "search", "weighted"):
         line(
             f"{name} g32 from BF16 (weights)",
             bf16.size,
-            lambda m=METHODS[name]: quantize_linear(bf16, None, None, 32, m),
+            lambda m=METHODS[name]: made(bf16, None, None, 32, m),
             repeat,
         )  # type: ignore[misc]
 
@@ -95,7 +107,7 @@ def gains() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5)
-    for name in ("minmax", "search"):
+    for name in ("minmax", "search", "weighted"):
         begin = time.process_time()
         warm_up(METHODS[name], 32)
         print(f"warm-up {name}: {time.process_time() - begin:.2f} s")

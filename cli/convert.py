@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kizami.cli import engine as e
+from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
@@ -15,6 +17,7 @@ from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.statistics import Statistics
     from kizami.quantize.plan import Plan
 
 SIDE_FILES_SHOWN = 8
@@ -42,9 +45,17 @@ def convert(
     allow_unloadable: o.AllowUnloadable = False,
     max_shard_size: o.MaxShardSize = "5GB",
     tp: o.TensorParallel = None,
-    method: o.MethodOption = "search",
-    scale_sign: o.ScaleSignOption = "signed",
-    clip_allowance: o.ClipAllowance = "none",
+    method: m.MethodOption = "search",
+    scale_sign: m.ScaleSignOption = "signed",
+    clip_allowance: m.ClipAllowance = "auto",
+    stats: m.StatsOption = None,
+    engine: e.Engine = "kizami",
+    data: e.Data = None,
+    samples: e.Samples = None,
+    seq_len: e.SeqLen = None,
+    seed: e.Seed = None,
+    tokenizer: e.TokenizerFolder = None,
+    device: o.DeviceOption = "cpu",
     workers: o.Workers = None,
     dry_run: o.DryRun = False,
     restart: o.Restart = False,
@@ -61,7 +72,7 @@ def convert(
     interrupted run. The source is never written to.
     """
     from kizami.cli.source import open_source
-    from kizami.quantize.loading import too_many_ranks, unloadable
+    from kizami.quantize.calibrated.solver import check_device
     from kizami.quantize.planner import build_plan
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
@@ -69,29 +80,46 @@ def convert(
         group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
     policy = o.policy_from(context, told, ui)
-    checkpoint = open_source(src)
-    plan = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
-    if tp is not None:
-        refuse_uneven_split(plan, tp)
-    if tp is not None and (why := too_many_ranks(plan, tp)) is not None:
-        if not allow_unloadable:
-            raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
-        ui.warn([why])
-    if (problem := unloadable(plan, checkpoint)) is not None:
-        # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
-        if not (allow_unloadable or policy.ignore or policy.targets):
-            raise problem
-        ui.warn([problem.message])
+    asked, statistics = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer), None
+    job = e.engine_job(context, ui, src, asked, (method, scale_sign, clip_allowance, stats))
+    if job is None:
+        how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
+        checkpoint = open_source(src)
+        plan = build_plan(checkpoint, policy, how, m.statistics_facts(statistics))
+    else:
+        checkpoint = job.checkpoint
+        plan = build_plan(checkpoint, policy, job.method, job.facts)
+        job.check_memory(plan)
+    _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
+    check_device(plan, device)
     if dry_run:
-        _show_dry_run(ui, plan, checkpoint, out, tp)
+        _show_dry_run(ui, plan, checkpoint, statistics, out, tp)
         return
-    body = run_convert(ui, plan, checkpoint, out, workers=workers, restart=restart)
+    body = run_convert(
+        ui, plan, checkpoint, out, statistics=statistics, job=job, device=device, workers=workers, restart=restart
+    )
     over = exceeding(out, max_rel_error)
     if json:
         ui.emit("convert", body | {"max_rel_error": max_rel_error, "exceeding": over})
     else:
         show_convert(ui, body)
     fail_over_threshold(ui, over, max_rel_error)
+
+
+def _refuse_unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int | None, *, allowed: bool) -> None:
+    from kizami.quantize.loading import too_many_ranks, unloadable
+
+    if tp is not None:
+        refuse_uneven_split(plan, tp)
+    if tp is not None and (why := too_many_ranks(plan, tp)) is not None:
+        if not allowed:
+            raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
+        ui.warn([why])
+    if (problem := unloadable(plan, checkpoint)) is not None:
+        # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
+        if not (allowed or plan.policy.ignore or plan.policy.targets):
+            raise problem
+        ui.warn([problem.message])
 
 
 def refuse_uneven_split(plan: "Plan", tp: int) -> None:
@@ -109,15 +137,17 @@ def refuse_uneven_split(plan: "Plan", tp: int) -> None:
         )
 
 
-def _show_dry_run(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", out: Path, tp: int | None) -> None:
-    from kizami.cli.plan import plan_body, show_plan, size_line
+def _show_dry_run(
+    ui: Ui, plan: "Plan", checkpoint: "Checkpoint", statistics: "Statistics | None", out: Path, tp: int | None
+) -> None:
+    from kizami.cli.plan import fallbacks_of, plan_body, show_plan, size_line
     from kizami.formats.side_files import find_side_files, side_file_bytes
     from kizami.quantize.finish import find_published
     from kizami.quantize.place import check_place, needed_bytes
 
     if find_published(plan, checkpoint, out) is None:
         check_place(checkpoint, out)
-    body = plan_body(plan, tp)
+    body = plan_body(plan, tp, fallbacks_of(plan, checkpoint, statistics))
     free = free_bytes(out)
     fits = free >= needed_bytes(plan, plan.shards, side_file_bytes(checkpoint, find_side_files(checkpoint).copied))
     if ui.json:
@@ -146,6 +176,9 @@ def run_convert(
     checkpoint: "Checkpoint",
     out: Path,
     *,
+    statistics: "Statistics | None" = None,
+    job: "e.EngineJob | None" = None,
+    device: str = "cpu",
     workers: int | None = None,
     restart: bool = False,
     again: str = "run the same command again to resume",
@@ -175,7 +208,18 @@ def run_convert(
     with watch:
         with STOP.held():
             warm_up(plan)
-        run(plan, checkpoint, out, workers=workers, restart=restart, on_event=watch)
+        maker = None if job is None else job.maker(ui, plan, watch.phase)
+        run(
+            plan,
+            checkpoint,
+            out,
+            statistics=statistics,
+            engine=maker,
+            device=device,
+            workers=workers,
+            restart=restart,
+            on_event=watch,
+        )
     STOP.complete = str(out)
     return convert_body(plan, out, time.monotonic() - started) | {
         "side_files": {
@@ -187,7 +231,16 @@ def run_convert(
 
 def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
     from kizami.quantize.manifest import read_manifest
-    from kizami.quantize.report import measured, pooled_error, read_report, role_summaries, worst_tensors
+    from kizami.quantize.report import (
+        fallback_reason,
+        fallbacks,
+        measured,
+        pooled_error,
+        read_report,
+        role_summaries,
+        weighted_error,
+        worst_tensors,
+    )
 
     manifest, rows = read_manifest(out), read_report(out)
     worst = worst_tensors(rows, 1)
@@ -200,8 +253,13 @@ def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
         "output": {**manifest["output"], "shards": len(manifest["shards"])},
         "packed_modules": len(plan.packed),
         "actions": plan.counts,
+        "calibration": manifest.get("calibration"),
+        "fallbacks": [
+            {"name": row["name"], "reason": fallback_reason(row), "method": row["method"]} for row in fallbacks(rows)
+        ],
         "has_negative_scales": manifest["has_negative_scales"],
         "rel_error": pooled_error(measured(rows)),
+        "weighted_rel_error": weighted_error(rows),
         "worst": {"name": worst[0]["name"], "rel_error": worst[0]["rel_error"]} if worst else None,
         "roles": [asdict(line) for line in role_summaries(rows)],
         "seconds": seconds,
@@ -222,6 +280,9 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     ui.prose(f"not copied: {_left(side['left'])}")
     if body["worst"]:
         ui.prose(f"worst tensor: {body['worst']['name']}, relative error {body['worst']['rel_error']:.4f}")
+    if body["weighted_rel_error"] is not None:
+        ui.prose(weighted_words(body))
+    show_fallbacks(ui, body["fallbacks"], body["method"])
     if body["has_negative_scales"]:
         ui.prose("some scales are negative (--scale-sign positive avoids them, at a cost in accuracy)")
     ui.say(f"source {exact(source['bytes'])}")
@@ -230,6 +291,23 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     error = "" if body["rel_error"] is None else f", relative error {body['rel_error']:.4f}"
     ratio = relative_size(output["bytes"], source["bytes"])
     ui.result(f"{gib(output['bytes'])}, {ratio}, {output['bits_per_weight']:.2f} bits per weight{error}")
+
+
+def weighted_words(body: dict[str, Any]) -> str:
+    """Why the relative error is above that of `search`."""
+    return (
+        f"relative error {body['weighted_rel_error']:.4f} where each weight counts as its input is loud, which "
+        f"{body['method']} makes small; {figure(body['rel_error'])} where all count alike"
+    )
+
+
+def show_fallbacks(ui: Ui, fallbacks: list[dict[str, str]], method: str) -> None:
+    """`search in place of weighted: 3 modules, STATS has nothing on this module (model.layers.5..., ...)`."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for entry in fallbacks:
+        kinds.setdefault((entry.get("method", "search"), entry["reason"]), []).append(entry["name"])
+    for (used, reason), names in kinds.items():
+        ui.prose(f"{used} in place of {method}: {counted(len(names), 'module')}, {reason} ({_some(names)})")
 
 
 def _show_every_tensor(ui: Ui, out: Path) -> None:
@@ -304,5 +382,6 @@ COMMAND = Command(
         "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/",
         "kizami convert zai-org/GLM-5.2-FP8 out/ --group-size 128 --rest fp8 --tp 8",
         "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
+        "kizami convert small/ out/ --engine llmcompressor --method gptq --data chats.jsonl",
     ),
 )

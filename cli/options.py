@@ -11,7 +11,7 @@ import typer
 
 from kizami.cli.output import Ui
 from kizami.formats.errors import KizamiError, printable
-from kizami.quantize.settings import GROUP_SIZES, Form, Method, Policy
+from kizami.quantize.settings import GROUP_SIZES, Form, Policy
 
 WHAT, HOW, RUN, OUTPUT = "What is packed", "How", "Run", "Output"
 
@@ -20,9 +20,7 @@ SchemeName = Literal["w4a16-g32", "w4a16-g64", "w4a16-g128", "fp8-block", "bf16"
 LayoutName = Literal["pack-quantized", "gptq", "gptq_v2", "awq", "w4afp8"]
 RestName = Literal["bf16", "fp8"]
 MtpName = Literal["quantize", "keep", "drop"]
-MethodChoice = Literal["search", "minmax", "signed"]
-SignName = Literal["signed", "positive"]
-AllowanceName = Literal["0.5", "1", "2", "none"]
+DeviceName = Literal["cpu", "cuda"]
 FormatName = Literal["text", "json", "markdown"]
 
 
@@ -171,19 +169,11 @@ TensorParallel = Annotated[
     option("--tp", panel=WHAT, metavar="N", min=1, max=1024, help="The tensor-parallel size it will be served at."),
 ]
 
-MethodOption = Annotated[
-    MethodChoice, option("--method", panel=HOW, help="How scales are chosen: search (default), minmax, signed.")
-]
-ScaleSignOption = Annotated[
-    SignName, option("--scale-sign", panel=HOW, help="May search use negative scales: signed (default) or positive.")
-]
-ClipAllowance = Annotated[
-    AllowanceName,
-    option("--clip-allowance", panel=HOW, help="Most a weight may be clipped, in steps; search only. Default none."),
-]
-
 Workers = Annotated[
     int | None, option("--workers", panel=RUN, metavar="N", min=1, max=4096, help="Threads. Default: all cores.")
+]
+DeviceOption = Annotated[
+    DeviceName, option("--device", panel=RUN, help="Where --method gptq computes: cpu (default) or cuda.")
 ]
 DryRun = Annotated[
     bool, option("--dry-run", panel=RUN, flag=True, help="Show the plan and the free space; write nothing.")
@@ -202,12 +192,40 @@ MaxRelError = Annotated[
         help="Exit 1 if a packed tensor's relative error is above X.",
     ),
 ]
+InputStats = Annotated[
+    Path | None,
+    option(
+        "--stats",
+        panel=RUN,
+        metavar="STATS",
+        help="Also measure the error of what comes out of the experts, for the inputs that STATS keeps.",
+    ),
+]
+OutputAgainst = Annotated[
+    str | None, option("--against", panel=RUN, metavar="SRC", help="The source, whose outputs are right; with --stats.")
+]
+MaxOutputError = Annotated[
+    float | None,
+    option(
+        "--max-output-error",
+        panel=RUN,
+        metavar="X",
+        min=0.0,
+        callback=_finite,
+        help="Exit 1 if the output of an expert has a relative error above X.",
+    ),
+]
 Against = Annotated[
     str | None, option("--against", panel=RUN, metavar="SRC", help="Also compare every tensor with this source.")
 ]
 Sample = Annotated[
     int | None,
     option("--sample", panel=RUN, metavar="N", min=1, help="Compare N tensors of --against only, evenly spread."),
+]
+
+RunStats = Annotated[
+    Path | None,
+    option("--stats", panel=RUN, metavar="STATS", help="Also hold what a calibrated method did to its statistics."),
 ]
 
 Tensors = Annotated[
@@ -346,10 +364,6 @@ def _role(text: str) -> tuple[str, Form]:
             code="bad_option",
         )
     return role.strip().replace("-", "_"), cast(Form, form)
-
-
-def method_from(method: MethodChoice, scale_sign: SignName, clip_allowance: str) -> Method:
-    return Method(method, scale_sign, None if clip_allowance == "none" else float(clip_allowance))
 
 
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
@@ -12,6 +13,8 @@ from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
+    from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.statistics import Statistics
     from kizami.quantize.capacity import SplitGroup
     from kizami.quantize.plan import Plan, Step
 
@@ -34,9 +37,10 @@ def plan(
     allow_requantize: o.AllowRequantize = False,
     max_shard_size: o.MaxShardSize = "5GB",
     tp: o.TensorParallel = None,
-    method: o.MethodOption = "search",
-    scale_sign: o.ScaleSignOption = "signed",
-    clip_allowance: o.ClipAllowance = "none",
+    method: m.MethodOption = "search",
+    scale_sign: m.ScaleSignOption = "signed",
+    clip_allowance: m.ClipAllowance = "auto",
+    stats: m.StatsOption = None,
     output: o.ToFile = None,
     write_recipe: o.WriteRecipe = None,
     quiet: o.Quiet = False,
@@ -60,11 +64,12 @@ def plan(
         group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
     policy = o.policy_from(context, told, ui)
+    how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
     checkpoint = open_source(src)
     target = None if output is None else Target.checked(output, checkpoint.root)
     recipe_file = None if write_recipe is None else Target.checked(str(write_recipe), checkpoint.root)
-    made = build_plan(checkpoint, policy, o.method_from(method, scale_sign, clip_allowance))
-    body = plan_body(made, tp)
+    made = build_plan(checkpoint, policy, how, m.statistics_facts(statistics))
+    body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics))
     if target is not None:
         target.write(plan_document(made, body))
         ui.note(f"written to {output}")
@@ -134,7 +139,19 @@ def _entry(step: "Step") -> dict[str, Any]:
     }
 
 
-def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
+def fallbacks_of(plan: "Plan", checkpoint: "Checkpoint", statistics: "Statistics | None") -> list[dict[str, str]]:
+    """Modules that STATS tells nothing of. KizamiError where it is not of this checkpoint. Reads all of its layers."""
+    if statistics is None:
+        return []
+    from kizami.formats.fingerprint import sample_contents
+    from kizami.quantize.calibrated.statistics import check_source, check_statistics
+
+    check_source(statistics, sample_contents(checkpoint))
+    found = check_statistics(plan, statistics)
+    return [{"name": fallback.module, "reason": fallback.reason, "method": "search"} for fallback in found]
+
+
+def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | None = None) -> dict[str, Any]:
     """The summary under --json: bytes as integers, every figure of the text."""
     from kizami.cli.watch import kernels_are_cold
     from kizami.quantize.capacity import bytes_per_gpu, tensor_parallel_sizes
@@ -150,6 +167,8 @@ def plan_body(plan: "Plan", tp: int | None) -> dict[str, Any]:
         "scheme": plan.policy.scheme,
         "plan_hash": plan.hash,
         "actions": plan.counts,
+        "calibration": plan.calibration,
+        "fallbacks": fallbacks or [],
         "reasons": [
             {"action": action, "role": role, "reason": reason, "tensors": count, "bytes": nbytes}
             for action, role, reason, count, nbytes in reasons(plan)
@@ -239,6 +258,10 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
             ui.prose(f"  needs: {need}")
     guess = body["estimate"]
     ui.say()
+    if body["fallbacks"]:
+        from kizami.cli.convert import show_fallbacks
+
+        show_fallbacks(ui, body["fallbacks"], plan.method.name)
     ui.pairs([
         ("estimate", _estimate(guess)),
         ("source", exact(source["bytes"])),

@@ -8,8 +8,9 @@ from typing import Any
 import typer
 
 from kizami.cli import options as o
+from kizami.cli import report_outputs as outputs
 from kizami.cli.command import Command
-from kizami.cli.convert import fail_over_threshold, show_roles
+from kizami.cli.convert import fail_over_threshold, show_roles, weighted_words
 from kizami.cli.output import Ui, counted, figure, gib, plain_table
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError, printable
@@ -22,6 +23,9 @@ def report(
     output: o.ToFile = None,
     top: o.Top = 10,
     max_rel_error: o.MaxRelError = None,
+    stats: o.InputStats = None,
+    against: o.OutputAgainst = None,
+    max_output_error: o.MaxOutputError = None,
     quiet: o.Quiet = False,
     verbose: o.Verbose = False,
     json: o.Json = False,
@@ -29,9 +33,13 @@ def report(
 ) -> None:
     """Show the error of each role, each layer and the worst tensors.
 
-    The figures were measured while converting and lie in OUT/kizami-report.jsonl, one line per tensor.
+    The figures were measured while converting and lie in OUT/kizami-report.jsonl, one line per tensor. With --stats and
+    --against the error of what comes out of each layer's experts is measured now, on the tokens that calibration held
+    out.
     """
     from kizami.cli.source import finished_output
+
+    outputs.check_options(context, stats, against, max_output_error)
 
     if json and format not in (None, "json"):
         given, other = o.spelled(context, "json"), o.spelled(context, "format")
@@ -42,7 +50,10 @@ def report(
     ui = Ui(quiet=quiet and format is None, verbose=verbose, json=as_json)  # who names a format wants the report
     folder = finished_output(out)
     target = None if output is None else Target.checked(output, folder)
-    body = report_body(folder, top if not verbose else None, max_rel_error)
+    shown = None if verbose else top
+    body = report_body(folder, shown, max_rel_error)
+    if stats is not None and against is not None:
+        body["outputs"] = outputs.outputs_body(ui, folder, stats, against, shown, max_output_error)
     if target is not None:
         target.write(_document(body, "json" if as_json else format or "text"))
         if not quiet:
@@ -54,6 +65,7 @@ def report(
             ui.say(line)
     else:
         show_report(ui, body)
+    outputs.fail_over_output_error(ui, body["outputs"])
     fail_over_threshold(ui, body["exceeding"], max_rel_error)
 
 
@@ -66,6 +78,7 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
         pooled_error,
         read_report,
         role_summaries,
+        weighted_error,
         worst_tensors,
     )
 
@@ -81,11 +94,13 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
         "output": manifest["output"],
         "packed_modules": len(packed),
         "rel_error": pooled_error(packed),
+        "weighted_rel_error": weighted_error(packed),
         "roles": [asdict(line) for line in role_summaries(rows)],
         "layers": [asdict(line) for line in layer_summaries(rows)],
         "worst": worst_tensors(rows, len(packed) if top is None else top),
         "max_rel_error": max_rel_error,
         "exceeding": exceeding(out, max_rel_error),
+        "outputs": None,
         "warnings": manifest["warnings"],
     }
 
@@ -149,6 +164,10 @@ def show_report(ui: Ui, body: dict[str, Any]) -> None:
         ui.heading(f"worst {counted(len(body['worst']), 'tensor')}")
         chosen = range(len(WORST_COLUMNS)) if ui.verbose else NARROW
         ui.table([WORST_COLUMNS[i] for i in chosen], [[row[i] for i in chosen] for row in _worst_rows(body)])
+    if body["outputs"]:
+        outputs.show_outputs(ui, body["outputs"])
+    if body["weighted_rel_error"] is not None:
+        ui.prose(weighted_words(body))
     ui.warn(body["warnings"])
     ui.say()
     ui.result(_last(body))
@@ -173,6 +192,15 @@ def markdown(body: dict[str, Any]) -> list[str]:
     lines += ["", "## Packed modules by layer", "", *_md_table(LAYER_COLUMNS, _layer_rows(body))]
     if body["worst"]:
         lines += ["", "## Worst tensors", "", *_md_table(WORST_COLUMNS, _worst_rows(body))]
+    if found := body["outputs"]:
+        lines += ["", "## Outputs of each layer's experts, on held-out tokens", ""]
+        lines += _md_table(outputs.LAYER_COLUMNS, outputs.layer_rows(found))
+        if found["worst"]:
+            lines += ["", "## Worst modules by output", ""]
+            lines += _md_table(outputs.MODULE_COLUMNS, outputs.module_rows(found))
+        lines += [line for note in outputs.notes(found, outputs.STARVED_SHOWN) for line in ("", _cell(note))]
+    if body["weighted_rel_error"] is not None:
+        lines += ["", _cell(weighted_words(body))]
     return [*lines, "", _last(body)]
 
 
@@ -232,5 +260,6 @@ COMMAND = Command(
         "kizami report GLM-5.2-INT4/",
         "kizami report GLM-5.2-INT4/ --format markdown -o errors.md",
         "kizami report out/ --top 50 --max-rel-error 0.12",
+        "kizami report out/ --stats STATS/ --against src/ --max-output-error 0.15",
     ),
 )

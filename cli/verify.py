@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.statistics import Statistics
     from kizami.quantize.verification.files import Problem
     from kizami.quantize.verify import Verification
 
@@ -36,6 +37,7 @@ def verify(
     out: o.Out,
     against: o.Against = None,
     sample: o.Sample = None,
+    stats: o.RunStats = None,
     max_rel_error: o.MaxRelError = None,
     workers: o.Workers = None,
     quiet: o.Quiet = False,
@@ -49,14 +51,19 @@ def verify(
     second, independent implementation and held against the source. Exit code 1 if anything is wrong.
     """
     from kizami.cli.source import finished_output, open_source
+    from kizami.formats.statistics import Statistics
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
-    if sample is not None and against is None:
-        given = o.spelled(context, "sample")
-        raise KizamiError(f"{given} without --against: nothing is compared", code="usage", hint="add --against SRC")
+    for name, value in (("sample", sample), ("stats", stats)):
+        if value is not None and against is None:
+            given = o.spelled(context, name)
+            raise KizamiError(f"{given} without --against: nothing is compared", code="usage", hint="add --against SRC")
     folder = finished_output(out)
     source = None if against is None else open_source(against)
-    found = run_verify(ui, folder, source, sample=sample, max_rel_error=max_rel_error, workers=workers)
+    statistics = None if stats is None else Statistics.open(stats)
+    found = run_verify(
+        ui, folder, source, statistics=statistics, sample=sample, max_rel_error=max_rel_error, workers=workers
+    )
     of = sample and compared_tensors(folder)
     if json:
         ui.emit("verify", verify_body(folder, found, of))
@@ -71,6 +78,7 @@ def run_verify(
     out: Path,
     source: "Checkpoint | None",
     *,
+    statistics: "Statistics | None" = None,
     sample: int | None = None,
     max_rel_error: float | None = None,
     workers: int | None = None,
@@ -79,7 +87,13 @@ def run_verify(
 
     with _Meter(ui) as meter:
         return checks.verify(
-            out, against=source, sample=sample, max_rel_error=max_rel_error, workers=workers, on_progress=meter
+            out,
+            against=source,
+            statistics=statistics,
+            sample=sample,
+            max_rel_error=max_rel_error,
+            workers=workers,
+            on_progress=meter,
         )
 
 

@@ -88,6 +88,13 @@ class Watch:
         rate = self._seen / max(1e-9, time.monotonic() - self._started)
         return (self._todo - self._before - self._seen) / rate if rate else 0.0
 
+    def phase(self, text: str) -> None:
+        """What goes on before the first shard."""
+        if self._bar is not None and self._task is not None and not self.ui.verbose:
+            self._bar.update(self._task, description=text)
+        else:
+            self._tell(text)
+
     def _tell(self, line: str) -> None:
         if self._bar is not None:
             from kizami.formats.errors import printable

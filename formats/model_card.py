@@ -87,6 +87,7 @@ class CardFacts:
     hashed: str = "SHA-256"
     notes: tuple[str, ...] = ()
     revision: str | None = None
+    calibrated: bool = False  # whether any data has been looked at
 
 
 def tensor_parallel_fits(part: str, rows: int, cols: int, group_size: int, tp: int) -> bool:
@@ -122,6 +123,13 @@ def _paragraph(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- front matter
+
+
+def source_languages(source_readme: str | None) -> tuple[str, ...]:
+    """The `language` of a README's front matter, one or a list; what is not a plain word is left out."""
+    block = _source_blocks(source_readme).get("language", [])
+    one = block[0].partition(":")[2].strip(" \"'") if len(block) == 1 else ""
+    return tuple(_tags(block)) or ((one,) if _is_scalar(one) else ())
 
 
 def _front_matter(source_readme: str | None, facts: CardFacts) -> list[str]:
@@ -313,10 +321,15 @@ def _launch(engine: EngineFacts) -> str | None:
 
 
 def _limits(facts: CardFacts) -> list[str]:
+    made = (
+        "with calibration data: what that lacks may have suffered"
+        if facts.calibrated
+        else "from the weights alone, with no calibration data"
+    )
     return [
         "## Limits",
         "",
-        "This checkpoint was made from the weights alone, with no calibration data. It was not evaluated on benchmarks",
+        f"This checkpoint was made {made}. It was not evaluated on benchmarks",
         "by the tool that wrote this card. Compare it with the source on your own task.",
         "",
     ]

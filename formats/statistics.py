@@ -62,7 +62,7 @@ class ExpertStatistics:
     def pooled_h_x(self) -> NDArray[np.float32]:
         """[hidden] h_x over all tokens of all experts of the layer; zeros without any."""
         total = float(self.sum_g2.sum())
-        weighted = (self.h_x.astype(np.float64) * self.sum_g2[:, None]).sum(axis=0)
+        weighted: NDArray[np.float64] = (self.h_x.astype(np.float64) * self.sum_g2[:, None]).sum(axis=0)
         return (weighted / total if total else weighted).astype(np.float32)
 
 

@@ -15,14 +15,21 @@ from kizami.quantize.constraints import fp8_block
 from kizami.quantize.loading import SERVING, loading_by_size
 from kizami.quantize.plan import Plan
 from kizami.quantize.report import Row, measured, role_summaries
-from kizami.quantize.settings import Method, Policy
+from kizami.quantize.settings import GIVEN, METHOD_NOTES, Method, Policy, default_allowance
 
 TRUST = "--trust-remote-code"
 ENGINE_WORDS = {"sglang": "SGLang", "vllm": "vLLM", "transformers": "transformers"}
+DATA_SHOWN = 5  # files
 METHOD_WORDS = {
     "minmax": "round to nearest, scale absmax / 7.5 (compressed-tensors' rule)",
     "signed": "round to nearest, the extreme of each group on code -8",
     "search": "scale searched per group for the least squared error, round to nearest",
+    "weighted": "scale searched per group for the least squared error of the output, with the mean squares of the "
+    "calibration inputs, round to nearest",
+    "gptq": "the scales of weighted; codes by GPTQ with shrunk Hessians where held-out tokens say they are better",
+    "llmcompressor-gptq": "GPTQ of llm-compressor: scale absmax / 7.5, codes by its error feedback",
+    "llmcompressor-awq": "AWQ of llm-compressor from up_proj to down_proj of each expert, scale absmax / 7.5, round to "
+    "nearest",
 }
 
 
@@ -50,6 +57,7 @@ def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: boo
         source_hashes=tuple((name, file["header_sha256"]) for name, file in plan.source["files"].items()),
         hashed="SHA-256 of the header",
         revision=revision,
+        calibrated=plan.calibration is not None,
     )
 
 
@@ -72,12 +80,21 @@ def _count(plan: Plan, form: str) -> int:
 def _method(plan: Plan) -> str:
     """How weights were rounded, where they were."""
     words = {
-        "quantize": f"{plan.method.name}: {METHOD_WORDS[plan.method.name]}",
+        "quantize": f"{plan.method.name}: {METHOD_WORDS[plan.method.name]}{_calibrated_on(plan)}",
         "repack": "INT4 codes and scales of the source, unchanged",
         "to_fp8": "FP8: round to nearest, scale absmax / 448 of each 128x128 block",
         "keep_fp8": "FP8 codes and scales of the source, unchanged",
     }
     return "; ".join(text for action, text in words.items() if action in plan.counts) or "decoded; nothing was rounded"
+
+
+def _calibrated_on(plan: Plan) -> str:
+    """`, calibrated on 262,144 tokens of chat.jsonl, code.txt`."""
+    if plan.calibration is None:
+        return ""
+    names = plan.calibration["data"]
+    shown = ", ".join(names[:DATA_SHOWN]) + (f" and {len(names) - DATA_SHOWN} more" if len(names) > DATA_SHOWN else "")
+    return f", calibrated on {plan.calibration['tokens']:,} tokens" + (f" of {shown}" if shown else "")
 
 
 _SCALE_WORDS = {"pack-quantized": "BF16", "gptq": "F16", "gptq_v2": "F16", "awq": "F16", "w4afp8": "F32"}
@@ -104,6 +121,11 @@ def _notes(plan: Plan) -> Iterator[str]:
     if groups:
         sizes = ", ".join(map(str, groups))
         yield f"The source is INT4 (groups of {sizes}): nothing here can be more exact than that."
+    if plan.method.name in GIVEN and plan.calibration is not None:
+        libraries = ", ".join(f"{name} {found}" for name, found in plan.calibration["libraries"].items())
+        yield f"The INT4 codes were chosen by another program ({libraries}) and written by kizami."
+    if plan.method.name in METHOD_NOTES:
+        yield f"{METHOD_NOTES[plan.method.name]}."
     if plan.packed:
         yield from (f"{note}." for note in READER_NOTES[plan.policy.format])
 
@@ -148,7 +170,10 @@ def command_line(policy: Policy, method: Method, source: str | None) -> str:
     words += _unless(default.group_size, "--group-size", policy.group_size)
     words += _unless(default.scheme, "--scheme", policy.scheme) if policy.to != "int4" else []
     words += _unless(default.format, "--format", policy.format)
-    words += _unless(usual.name, "--method", method.name)
+    engine, dash, name = method.name.rpartition("-")
+    words += ["--engine", engine] if dash else []
+    words += _unless(usual.name, "--method", name)
+    words += [*(["--data", "FILE"] if dash else ["--stats", "STATS"])] if method.stats is not None else []
     words += _unless(default.rest, "--rest", policy.rest)
     words += _unless(default.mtp, "--mtp", policy.mtp)
     for pattern in policy.targets:
@@ -158,8 +183,8 @@ def command_line(policy: Policy, method: Method, source: str | None) -> str:
     for role, form in policy.roles:
         words += ["--set", f"{role}={form}"]
     words += ["--allow-requantize"] if policy.allow_requantize else []
-    if method.clip_allowance is not None:
-        words += ["--clip-allowance", format(method.clip_allowance, "g")]
+    if method.clip_allowance != default_allowance(method.name, policy.group_size):
+        words += ["--clip-allowance", "none" if method.clip_allowance is None else format(method.clip_allowance, "g")]
     words += _unless(usual.scale_sign, "--scale-sign", method.scale_sign)
     words += _unless(default.max_shard_bytes, "--max-shard-size", policy.max_shard_bytes)
     return shlex.join(words)

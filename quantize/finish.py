@@ -16,17 +16,15 @@ from kizami.formats.files import all_files, file_sha256, io_error, open_regular,
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.model_card import render_card
+from kizami.formats.run_log import FOLDER, JOURNAL, is_identity
 from kizami.formats.side_files import copy_side_file, find_side_files
 from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
 from kizami.quantize.card import card_facts, hub_origin
 from kizami.quantize.journal import (
-    FOLDER,
-    JOURNAL,
     JOURNAL_FILE,
     Journal,
     identity_of,
-    is_identity,
     is_regular,
     read_journal,
     source_mtimes,

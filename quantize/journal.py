@@ -4,30 +4,34 @@ Order on disk: shard (fsynced, renamed), its report rows (the same), journal lin
 between any two of them leaves a shard without a line, which the next run writes anew.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import stat
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
-from kizami.formats.errors import KizamiError, printable
-from kizami.formats.files import file_sha256, io_error, kind_of
-from kizami.formats.writer import fsync_folder, make_folders_durably, write_file_durably
+from kizami.formats.errors import KizamiError
+from kizami.formats.files import file_sha256, io_error
+from kizami.formats.run_log import (
+    FOLDER,
+    JOURNAL,
+    append_line,
+    canonical,
+    check_identity,
+    complete_lines,
+    damaged,
+    lock_folder,
+    read_own,
+)
+from kizami.formats.writer import fsync_folder, write_file_durably
 from kizami.quantize.layout import MAX_FILES, shard_name
-from kizami.quantize.plan import Plan, Shard, canonical
+from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.report import Row, encode_row
-
-FOLDER = ".kizami"
-JOURNAL = "journal.jsonl"
-VALUE_SHOWN = 60  # letters of a setting in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +88,15 @@ class Journal:
             raise KizamiError(
                 "is a link, not the folder of a journal", code="out_exists", file=f"{partial.name}/{FOLDER}"
             )
-        lock = _lock(folder, partial)
+        lock = lock_folder(folder, partial)
         try:
             fsync_folder(partial)  # without the folders' names nothing in them would survive a power cut
             fsync_folder(partial.absolute().parent)
             path = folder / JOURNAL
-            data = _read_own(path)
+            data = read_own(path)
             earlier = _shards_of(data) if restart else set()
             if data is not None and not restart:  # whose other settings may well have other files
-                _check_identity(_parse(data, path)[0], identity, partial)
+                check_identity(_parse(data, path)[0], identity, partial)
             look(earlier)
             if restart:
                 _clear(partial, earlier)
@@ -114,7 +118,7 @@ class Journal:
         if self._failed is not None:
             raise self._failed
         try:
-            _append(self.partial / FOLDER / JOURNAL, (canonical(asdict(record)) + "\n").encode())
+            append_line(self.partial / FOLDER / JOURNAL, (canonical(asdict(record)) + "\n").encode())
         except OSError as e:
             self._failed = io_error("cannot write", e, f"{self.partial.name}/{FOLDER}/{JOURNAL}")
             raise self._failed from e
@@ -150,60 +154,9 @@ class Journal:
         os.close(self._lock)
 
 
-def _append(path: Path, line: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        while line:
-            line = line[os.write(fd, line) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _lock(folder: Path, partial: Path) -> int:
-    """A descriptor of `folder`/lock, which holds the lock as long as it is open. Another run that finishes meanwhile
-    takes the folder away; it is made again, and `place.check_still_absent` tells."""
-    path = folder / "lock"
-    for more in reversed(range(10)):
-        try:
-            make_folders_durably(folder)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:
-            if more:
-                continue
-            raise
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, lock):
-                return lock
-        except OSError as e:
-            os.close(lock)
-            raise _not_locked(e, partial) from None
-        os.close(lock)
-    raise _not_locked(BlockingIOError(errno.EWOULDBLOCK, "taken away again and again"), partial)
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False
-
-
-def _not_locked(error: OSError, partial: Path) -> KizamiError:
-    if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # EACCES: NFS, where the lock becomes fcntl's
-        return KizamiError(
-            "another kizami is writing there",
-            code="locked",
-            file=partial.name,
-            hint="wait for it, or choose another OUT",
-        )
-    hint = "kizami needs flock, so that no two runs write into one folder: choose an OUT on another file system"
-    return io_error("cannot lock", error, partial.name, hint)
-
-
 KEPT = ("lock", JOURNAL)
-JOURNAL_FILE = re.compile(r"lock|journal\.jsonl|rows-\d{5}\.jsonl|\.(journal|rows-\d{5})\.jsonl\.tmp")
+_NAMES = r"journal\.jsonl|rows-\d{5}\.jsonl|given\.safetensors|given\.json"
+JOURNAL_FILE = re.compile(rf"lock|{_NAMES}|\.({_NAMES})\.tmp")
 _FIRST = b'{"identity":'  # what `canonical` makes of the first line
 
 
@@ -238,7 +191,7 @@ def is_regular(path: Path, nbytes: int | None = None) -> bool:
 def is_journal(path: Path) -> bool | None:
     """Whether `path` is a file that begins as every journal does; None if nothing is there."""
     try:
-        begin = _read_own(path, len(_FIRST)) if is_regular(path) else b""
+        begin = read_own(path, len(_FIRST)) if is_regular(path) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
     return None if begin is None else begin == _FIRST
@@ -246,102 +199,24 @@ def is_journal(path: Path) -> bool | None:
 
 def read_journal(path: Path) -> tuple[Any, dict[int, ShardRecord]] | None:
     """Identity and records; None if there is no journal. Changes nothing. KizamiError as `Journal.open`."""
-    data = _read_own(path)
+    data = read_own(path)
     return None if data is None else _parse(data, path)
-
-
-def _read_own(path: Path, limit: int = sys.maxsize) -> bytes | None:
-    """The bytes of a file that kizami wrote, `limit` of them at most; None if there is none. Neither a link's target,
-    which a stranger may own, nor a pipe, which may never end: KizamiError "out_exists"."""
-    try:
-        mode = path.lstat().st_mode
-        if not stat.S_ISREG(mode):
-            raise KizamiError(
-                f"is {kind_of(mode)}, not the file that kizami writes",
-                code="out_exists",
-                file=f"{path.parent.parent.name}/{FOLDER}/{path.name}",
-                hint="move it away",
-            )
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    data = bytearray()
-    try:
-        while len(data) < limit and (more := os.read(fd, min(1 << 20, limit - len(data)))):
-            data += more
-    finally:
-        os.close(fd)
-    return bytes(data)
 
 
 def _parse(data: bytes, path: Path) -> tuple[Any, dict[int, ShardRecord]]:
     """The identity, None if the first line has none, and the last record of each shard. Half a last line is none."""
-    lines = _complete_lines(data, path)
+    lines = complete_lines(data, path)
     found = lines[0].get("identity") if lines else None
     return found, {record.number: record for record in (_record(line, path) for line in lines[1:])}
-
-
-def _complete_lines(data: bytes, path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for raw in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError):
-            line = None
-        if not isinstance(line, dict):
-            raise _damaged(path)
-        lines.append(line)
-    return lines
 
 
 def _record(line: dict[str, Any], path: Path) -> ShardRecord:
     try:
         record = ShardRecord(**line)
     except TypeError:
-        raise _damaged(path) from None
+        raise damaged(path) from None
     words = (record.file, record.sha256, record.rows_sha256)
     mtimes = list(record.source_mtimes.values()) if type(record.source_mtimes) is dict else [None]
     if not all(type(n) is int for n in (record.number, record.nbytes, *mtimes)) or {*map(type, words)} != {str}:
-        raise _damaged(path)
+        raise damaged(path)
     return record
-
-
-def _damaged(path: Path) -> KizamiError:
-    return KizamiError(
-        "a line is not what kizami writes; the unfinished job cannot be trusted",
-        code="damaged_journal",
-        file=f"{path.parent.parent.name}/{FOLDER}/{path.name}",
-        hint="start over with --restart",
-    )
-
-
-def is_identity(found: Any, wanted: dict[str, Any]) -> bool:
-    return bool(found == json.loads(canonical(wanted)))
-
-
-def _check_identity(found: Any, wanted: dict[str, Any], partial: Path) -> None:
-    if is_identity(found, wanted):
-        return
-    if not isinstance(found, dict):
-        raise _damaged(partial / FOLDER / JOURNAL)
-    changes = "; ".join(_differences(found, wanted))
-    raise KizamiError(
-        f"an unfinished job with other settings or another source is there ({changes})",
-        code="resume_mismatch",
-        file=partial.name,
-        hint="repeat the first command to resume it, or start over with --restart",
-    )
-
-
-def _differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
-    """`policy.group_size: 32 then, 64 now`, at most a handful."""
-    lines: list[str] = []
-    for key in sorted(found.keys() | wanted.keys()):
-        then, now = found.get(key), json.loads(canonical(wanted.get(key)))
-        if isinstance(then, dict) and isinstance(now, dict):
-            lines += _differences(then, now, f"{prefix}{key}.")
-        elif then != now:
-            then, now = (printable(str(value), VALUE_SHOWN) for value in (then, now))
-            lines.append(f"{prefix}{printable(str(key), VALUE_SHOWN)}: {then} then, {now} now")
-    causes = [line for line in lines if not line.startswith("plan_hash: ")]  # the hash only follows from them
-    return (causes or lines)[:5]

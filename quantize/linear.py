@@ -21,8 +21,9 @@ from kizami.quantize.kernels.methods import (
     search_rows,
 )
 from kizami.quantize.kernels.search_tables import MINUS, candidates, error_table
+from kizami.quantize.kernels.weighted import Columns, new_columns, weighted_rows
 from kizami.quantize.metrics import ErrorSums
-from kizami.quantize.settings import GROUP_SIZES, Method
+from kizami.quantize.settings import CALIBRATED, GROUP_SIZES, SEARCHED, Method
 
 BAND_BYTES = 1 << 19  # of source that is looked at at a time: between reading and use it stays in the second cache
 TILE = 1 << 18  # the same in float32 values, where a source has to be widened
@@ -79,15 +80,20 @@ def quantize_linear(
     empty: Empty = np.empty,
     band: int | None = None,
     smallest_scale: float = 0.0,
+    weights: NDArray[np.int64] | None = None,
+    h: NDArray[np.float64] | None = None,
 ) -> PackedLinear:
     """weight [N, K]: uint8 e4m3 bytes with float32 `scale` [ceil(N/b0), ceil(K/b1)], or uint16 BF16 bits, float16 or
     float32 without one. K is a multiple of group_size. `empty` (shape, dtype) provides the memory of the result.
     smallest_scale: in BF16, the least magnitude of a scale that the output's layout holds.
+    weights: of `weighted` and `gptq`, `column_weights.integer_weights` [K]; h: the mean squares [K] that they came
+    from, for the sums that are reported (default: the weights).
     The weight is gone through twice in bands of rows; their height, `band`, does not show in the result.
     Raises NonFiniteError.
     """
     assert group_size in GROUP_SIZES, group_size
     assert weight.shape[1] % group_size == 0, (group_size, weight.shape)
+    assert (weights is None) == (method.name not in CALIBRATED), method
     rows, columns = weight.shape
     n = rows * columns
     grid = None
@@ -103,10 +109,14 @@ def quantize_linear(
     packed = empty((rows, columns // 8), np.int32)  # not before the survey, which needs memory of its own
     scales = empty((rows, columns // group_size), np.uint16)
     span, totals = new_span(min(rows, bands.band), columns, group_size), new_totals(above * CHUNK)
+    by_column = None
+    if weights is not None:
+        assert weights.shape == (columns,), (weights.shape, columns)
+        by_column = new_columns(weights, weights.astype(np.float64) if h is None else h, span)
     for first, last, source in bands.sources() if n else ():
         to = packed[first:last].reshape(-1), scales[first:last].reshape(-1)
-        _quantize_rows(source, span, method, np.float32(smallest_scale), floor, *to, totals)
-    return PackedLinear(packed, scales, _sums(totals, floor, n, scales.size))
+        _quantize_rows(source, span, method, by_column, np.float32(smallest_scale), floor, *to, totals)
+    return PackedLinear(packed, scales, _sums(totals, by_column, floor, n, scales.size))
 
 
 class _Codes:
@@ -249,9 +259,12 @@ def dequantize_rows(
 def warm_up(method: Method, group_size: int) -> None:
     """Compile, or load from the cache, whatever a job with this method needs."""
     codes = np.full((1, group_size), 0x38, np.uint8)
-    scale = np.ones((1, 1), np.float32)
-    quantize_linear(codes, scale, (128, 128), group_size, method)
-    quantize_linear(codes, np.ones((1, group_size // 16), np.float32), (128, 16), group_size, method)  # the float path
+    scale, narrow = np.ones((1, 1), np.float32), np.ones((1, group_size // 16), np.float32)
+    weights = np.ones(group_size, np.int64) if method.name in CALIBRATED else None
+    quantize_linear(codes, scale, (128, 128), group_size, method, weights=weights)
+    quantize_linear(codes, narrow, (128, 16), group_size, method, weights=weights)  # the float path
+    if weights is not None:
+        warm_up(Method("search"), group_size)  # in its place where nothing is known
     dequantize_rows(codes, scale, (128, 128), 0)
 
 
@@ -306,24 +319,29 @@ def _quantize_rows(
     source: Source,
     span: Span,
     method: Method,
+    columns: Columns | None,
     smallest: np.float32,
     floor: np.float32,
     packed: Array,
     scale: Array,
     totals: Totals,
 ) -> None:
-    if method.name != "search":
+    if method.name not in SEARCHED:
         rule_rows(source, method.name == "minmax", smallest, span, floor, packed, scale, totals)
         return
     group_size = span.relative.size
-    chosen = candidates(group_size, method.clip_allowance)
-    table = error_table(group_size, method.clip_allowance).reshape(-1)
+    is_weighted = columns is not None
+    chosen = candidates(group_size, method.clip_allowance, is_weighted)
+    table = error_table(group_size, method.clip_allowance, is_weighted).reshape(-1)
     positive = method.scale_sign == "positive"
     search = Search(table, chosen.divisors, MINUS, chosen.reach_plus, chosen.reach_minus, positive)
-    search_rows(source, search, smallest, span, floor, packed, scale, totals)
+    if columns is None:
+        search_rows(source, search, smallest, span, floor, packed, scale, totals)
+    else:
+        weighted_rows(source, search, columns, smallest, span, floor, packed, scale, totals)
 
 
-def _sums(totals: Totals, floor: np.float32, n: int, groups: int) -> ErrorSums:
+def _sums(totals: Totals, columns: Columns | None, floor: np.float32, n: int, groups: int) -> ErrorSums:
     w2, e2, q2 = (_add_lanes(lanes) for lanes in totals.sums.reshape(3, -1))
     found = totals.found[:, : int(totals.found_count[0])]
     threshold = survey.threshold_of(found[0], floor, n) if n else floor
@@ -332,6 +350,7 @@ def _sums(totals: Totals, floor: np.float32, n: int, groups: int) -> ErrorSums:
     if threshold == floor:
         many, squares = (float(x) for x in totals.at_floor)
         top += (many, many * float(floor) ** 2, squares)
+    hw2, he2 = (0.0, 0.0) if columns is None else (_add_lanes(lanes) for lanes in columns.sums.reshape(2, -1))
     return ErrorSums(
         n=n,
         sum_w2=w2,
@@ -345,6 +364,8 @@ def _sums(totals: Totals, floor: np.float32, n: int, groups: int) -> ErrorSums:
         groups=groups,
         zero_groups=int(totals.groups[0]),
         negative_scales=int(totals.groups[1]),
+        sum_hw2=hw2,
+        sum_he2=he2,
     )
 
 

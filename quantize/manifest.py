@@ -10,9 +10,21 @@ from typing import Any, get_args
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import resolve_inside
 from kizami.formats.int4_layout import FORMATS
+from kizami.formats.run_log import canonical
 from kizami.formats.strict_json import dump_json, read_json_object
-from kizami.quantize.plan import Plan, canonical
-from kizami.quantize.settings import GROUP_SIZES, Form, Method, MethodName, Mtp, Policy, Rest, ScaleSign
+from kizami.quantize.plan import Plan
+from kizami.quantize.settings import (
+    CALIBRATED,
+    GIVEN,
+    GROUP_SIZES,
+    Form,
+    Method,
+    MethodName,
+    Mtp,
+    Policy,
+    Rest,
+    ScaleSign,
+)
 
 MANIFEST = "kizami.json"
 REPORT = "kizami-report.jsonl"
@@ -45,6 +57,7 @@ def build_manifest(
         "method": plan.method.name,
         "scale_sign": plan.method.scale_sign,
         "clip_allowance": plan.method.clip_allowance,
+        **({} if plan.method.stats is None else {"calibration": plan.calibration}),
         "has_negative_scales": has_negative_scales,
         "family": plan.family,
         "dialect": plan.dialect,
@@ -135,12 +148,36 @@ def _parts_fit(manifest: dict[str, Any]) -> bool:
         and abs(output["bits_per_weight"]) < 1e9
         and isinstance(source.get("files"), dict)
         and _is_origin(manifest.get("origin"))
+        and _is_calibration(manifest)
     )
 
 
 def _is_origin(value: Any) -> bool:
     words = value.values() if isinstance(value, dict) and value.keys() == {"repo", "revision"} else [value]
     return value is None or all(isinstance(word, str) for word in words)
+
+
+def _is_calibration(manifest: dict[str, Any]) -> bool:
+    """Those methods have it and no other, with what is read of it here and in the card."""
+    facts = manifest.get("calibration")
+    if manifest["method"] not in (*CALIBRATED, *GIVEN):
+        return "calibration" not in manifest
+    return isinstance(facts, dict) and is_facts(facts)
+
+
+def is_facts(facts: dict[str, Any]) -> bool:
+    """As `calibrated.facts_of` gives them."""
+    counts, names, versions = facts.get("tokens"), facts.get("data"), facts.get("libraries", {})
+    return (
+        facts.keys() <= {"sha256", "tokens_sha256", "tokens", "data", "libraries"}
+        and all(isinstance(facts.get(key), str) for key in ("sha256", "tokens_sha256"))
+        and type(counts) is int
+        and 0 <= counts < 2**63
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and isinstance(versions, dict)
+        and all(isinstance(word, str) for pair in versions.items() for word in pair)
+    )
 
 
 def policy_of(manifest: dict[str, Any]) -> Policy:
@@ -174,4 +211,4 @@ def method_of(manifest: dict[str, Any]) -> Method:
     name, sign = manifest["method"], manifest["scale_sign"]
     if name not in get_args(MethodName) or sign not in get_args(ScaleSign):
         raise KizamiError(f"method {name!r} with {sign!r} scales is unknown", code="bad_manifest", file=MANIFEST)
-    return Method(name, sign, manifest["clip_allowance"])
+    return Method(name, sign, manifest["clip_allowance"], manifest.get("calibration", {}).get("sha256"))

@@ -13,6 +13,7 @@ class ErrorSums:
     top_*: over the weights of a tensor with |W| >= its int(0.999 n)-th smallest |W| (counted from 0).
     clipped: weights outside [-8.5 s, 7.5 s], that is, more than half a step beyond the outermost codes.
     zero_groups: groups of nothing but zeros.
+    sum_hw2, sum_he2: sums of h W^2 and h E^2 for the mean squares h of the inputs of W's columns; 0 without statistics.
     """
 
     n: int = 0
@@ -27,6 +28,8 @@ class ErrorSums:
     groups: int = 0
     zero_groups: int = 0
     negative_scales: int = 0
+    sum_hw2: float = 0.0
+    sum_he2: float = 0.0
 
     @property
     def sum_wq(self) -> float:
@@ -46,7 +49,14 @@ class ErrorSums:
             groups=self.groups + other.groups,
             zero_groups=self.zero_groups + other.zero_groups,
             negative_scales=self.negative_scales + other.negative_scales,
+            sum_hw2=self.sum_hw2 + other.sum_hw2,
+            sum_he2=self.sum_he2 + other.sum_he2,
         )
+
+    @property
+    def weighted_rel_error(self) -> float:
+        """Of what comes out of the linear, for inputs whose channels are uncorrelated: what `weighted` minimises."""
+        return math.sqrt(self.sum_he2 / self.sum_hw2) if self.sum_hw2 else 0.0
 
     def figures(self) -> Figures:
         """The report's numbers; None where a ratio is infinite or undefined, never NaN.

@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Lock, Semaphore
 from typing import Any
@@ -13,14 +13,20 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
+from kizami.formats.run_log import FOLDER
 from kizami.formats.side_files import find_side_files, side_file_bytes
+from kizami.formats.statistics import Statistics
 from kizami.formats.writer import make_folders_durably
 from kizami.quantize.buffers import Buffers
+from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver, check_device, libraries
+from kizami.quantize.calibrated.statistics import Calibration, check_source, check_statistics
 from kizami.quantize.executor import available_cores, in_thread
 from kizami.quantize.finish import complete_published, finish
+from kizami.quantize.given import Given, Make, kept_bytes, prepare
 from kizami.quantize.journal import Journal, ShardRecord, identity_of, source_mtimes
 from kizami.quantize.place import check_no_strangers, check_place, check_still_absent, needed_bytes, written_files
 from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.settings import GIVEN
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.tensor import Piece
 from kizami.quantize.warm_up import warm_up
@@ -59,20 +65,34 @@ def run(
     checkpoint: Checkpoint,
     out: Path,
     *,
+    statistics: Statistics | None = None,
+    engine: Make | None = None,
+    device: str = "cpu",
     workers: int | None = None,
     restart: bool = False,
     on_event: Callable[[RunEvent], None] = lambda event: None,
 ) -> dict[str, Any]:
     """Converts `checkpoint` to `out` and returns the manifest. `on_event` is called by one thread at a time.
+    statistics: those of plan.method.stats; they are held against checkpoint and plan before anything is written.
+    engine: of GIVEN; it writes the file that quantize/given.py reads. device: where gptq solves.
 
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """
+    if plan.method.name in GIVEN:
+        assert engine is not None, plan.method
+        assert statistics is None, plan.method
+    else:
+        assert plan.method.stats == (None if statistics is None else statistics.sha256), plan.method
     if (published := complete_published(plan, checkpoint, out)) is not None:
         on_event(Started(len(plan.shards), len(plan.shards), ()))
         return published
     partial = check_place(checkpoint, out)
-    make_folders_durably(partial)
     contents = sample_contents(checkpoint)
+    if statistics is not None:
+        check_source(statistics, contents)
+        check_statistics(plan, statistics)
+    check_device(plan, device)
+    make_folders_durably(partial)
     side_files = find_side_files(checkpoint).copied
     ours = written_files(plan, side_files)
 
@@ -84,18 +104,30 @@ def run(
     try:
         rewritten, outdated = _recheck(journal, plan, checkpoint)
         todo = [shard for shard in plan.shards if shard.number not in journal.done]
-        _check_free_space(needed_bytes(plan, todo, side_file_bytes(checkpoint, side_files)), partial)
+        need = needed_bytes(plan, todo, side_file_bytes(checkpoint, side_files)) - kept_bytes(partial)
+        _check_free_space(need, partial)
+        if engine is not None and todo and prepare(journal, engine):
+            todo = list(plan.shards)
         resumed = sum(_source_bytes(shard) for shard in plan.shards if shard.number in journal.done)
         on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed, outdated))
         if todo:
             warm_up(plan)
         in_thread(
-            lambda stop: _convert_all(plan, checkpoint, todo, journal, workers or available_cores(), on_event, stop)
+            lambda stop: _convert_all(
+                plan, checkpoint, statistics, device, todo, journal, workers or available_cores(), on_event, stop
+            )
         )
         checkpoint.check_unchanged()
-        return finish(plan, checkpoint, journal, out, side_files, contents)
+        return finish(_with_libraries(plan, device), checkpoint, journal, out, side_files, contents)
     finally:
         journal.close()
+
+
+def _with_libraries(plan: Plan, device: str) -> Plan:
+    """Equal settings give equal bytes, but for `gptq`: there they depend on BLAS, too."""
+    if plan.method.name != "gptq":
+        return plan
+    return replace(plan, calibration={**(plan.calibration or {}), "libraries": libraries(device)})
 
 
 def _source_bytes(shard: Shard) -> int:
@@ -128,6 +160,8 @@ def _check_free_space(need: int, partial: Path) -> None:
 def _convert_all(
     plan: Plan,
     checkpoint: Checkpoint,
+    statistics: Statistics | None,
+    device: str,
     todo: list[Shard],
     journal: Journal,
     workers: int,
@@ -139,13 +173,22 @@ def _convert_all(
     numba, hashlib and the file calls release the GIL, so threads scale like processes and need no copies. Two drivers
     at least: while one waits for fsync, the other keeps the pool busy.
     """
+    if plan.method.name == "gptq":
+        workers = min(workers, SOLVER_WORKERS)
     drivers = max(1, min(len(todo), max(2, workers // 2))) if workers > 1 else 1
     with TensorReader(checkpoint) as reader:
         pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
         lead = ThreadPoolExecutor(drivers, "kizami-shard")
         record = _Record(journal, checkpoint, len(plan.shards), on_event)
         slots = Semaphore(workers + max(1, drivers // 2))  # the pool has work while every second driver writes
-        shop = Shop(plan, reader, Buffers(2 * workers), journal.partial, pool, slots, stop, record.piece)
+        solver = None
+        if statistics is not None and plan.method.name == "gptq":
+            solver = Solver(statistics, plan.steps, reader, device, stop)
+        calibration = None if statistics is None else Calibration(statistics, drivers + 1, solver)
+        given = Given(journal.partial / FOLDER, plan) if plan.method.name in GIVEN and todo else None
+        shop = Shop(
+            plan, reader, Buffers(2 * workers), journal.partial, pool, slots, stop, record.piece, calibration, given
+        )
 
         def convert(shard: Shard) -> None:
             started = time.monotonic()
@@ -159,6 +202,10 @@ def _convert_all(
             for executor in (lead, pool):
                 if executor is not None:
                     executor.shutdown(wait=True, cancel_futures=True)
+            if solver is not None:
+                solver.close()
+            if given is not None:
+                given.close()
 
 
 def _wait_for_first_failure(futures: list[Future[None]]) -> None:

@@ -1,6 +1,5 @@
 """Where a conversion may work: OUT, OUT.partial beside it, and nothing of anybody else's in either. Makes nothing."""
 
-import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -11,7 +10,10 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import kind_of, listed, what_is_there
 from kizami.formats.index import INDEX_NAME
-from kizami.quantize.journal import FOLDER, JOURNAL, JOURNAL_FILE, KEPT, is_journal
+from kizami.formats.places import check_apart
+from kizami.formats.run_log import FOLDER, JOURNAL
+from kizami.quantize.given import given_bytes
+from kizami.quantize.journal import JOURNAL_FILE, KEPT, is_journal
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT
 from kizami.quantize.plan import Plan, Shard
 
@@ -34,7 +36,7 @@ def check_place(checkpoint: Checkpoint, out: Path) -> Path:
         )
     partial = out.with_name(out.name + ".partial")
     for place in (out, partial):
-        _check_apart(checkpoint, place)
+        check_apart(checkpoint, place)
         if os.path.ismount(place):  # everything would go to another disk, and OUT.partial could not be renamed
             raise KizamiError(
                 "is where another disk is mounted, and OUT must appear there by a rename",
@@ -53,32 +55,6 @@ def check_place(checkpoint: Checkpoint, out: Path) -> Path:
     with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
         _check_partial(partial)
     return partial
-
-
-def _check_apart(checkpoint: Checkpoint, place: Path) -> None:
-    """By device and inode, which sees through links, bind mounts and letters whose case does not count. A source's
-    files may be links: the folders that they lie in count as the source, too."""
-    real = Path(os.path.realpath(place))  # resolve() raises on link loops
-    sources = {Path(os.path.realpath(checkpoint.path(file))).parent for file in checkpoint.headers}
-    sources.add(Path(os.path.realpath(checkpoint.root)))
-    around = {_identity(path) for source in sources for path in (source, *source.parents)} - {None}
-    above = {_identity(path) for path in real.parents} - {None}
-    if _identity(real) in around or above & {_identity(source) for source in sources}:
-        raise KizamiError(
-            "OUT (or OUT.partial, where the work is done) and SRC are one folder or lie in each other",
-            code="out_in_source",
-            file=str(place),
-        )
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError as e:
-        if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return None
-        raise
-    return found.st_dev, found.st_ino
 
 
 def _check_partial(partial: Path) -> None:
@@ -168,4 +144,5 @@ def _strangers(partial: Path, ours: set[str], finished: bool) -> list[str]:
 def needed_bytes(plan: Plan, todo: Iterable[Shard], side_bytes: int) -> int:
     """What is still to be written. Rows count twice: those of every shard lie beside the report until OUT is there."""
     shards = sum(shard.file_nbytes + ROW_BYTES * len(shard.steps) for shard in todo)
-    return shards + ROW_BYTES * sum(len(shard.steps) for shard in plan.shards) + side_bytes
+    rows = ROW_BYTES * sum(len(shard.steps) for shard in plan.shards)
+    return shards + rows + side_bytes + given_bytes(plan)

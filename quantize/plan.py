@@ -1,7 +1,6 @@
 """The plan: one action and one reason per tensor, every output byte counted, before any weight is read."""
 
 import hashlib
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -12,6 +11,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import ScaledWeight
 from kizami.formats.families import Place
 from kizami.formats.packed_source import PackedWeight
+from kizami.formats.run_log import canonical
 from kizami.formats.tensors import TensorInfo, TensorSpec
 from kizami.quantize.settings import Method, Policy
 
@@ -120,6 +120,7 @@ class Plan:
     config: dict[str, Any]  # the output's config.json
     source: dict[str, Any]  # identity: name, bytes and header hash of every file, hash of the config
     warnings: tuple[str, ...] = field(default=())
+    calibration: dict[str, Any] | None = None  # what manifest and card tell of the statistics; method.stats pins them
 
     @cached_property
     def output(self) -> Output:
@@ -163,14 +164,9 @@ class Plan:
         return {
             "plan_format": PLAN_FORMAT,
             "policy": asdict(self.policy),
-            "method": asdict(self.method),
+            "method": {key: value for key, value in asdict(self.method).items() if key != "stats" or value is not None},
             "source": self.source,
         }
-
-
-def canonical(value: object) -> str:
-    """One spelling per value: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def source_identity(checkpoint: Checkpoint) -> dict[str, Any]:

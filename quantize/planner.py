@@ -1,6 +1,6 @@
 """From an open checkpoint to a plan. Everything that can fail fails here, from headers and config alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,24 @@ from kizami.quantize.constraints import check_steps, fp8_block
 from kizami.quantize.decide import decide
 from kizami.quantize.layout import cut_into_shards
 from kizami.quantize.plan import Plan, Step, source_identity
-from kizami.quantize.settings import GROUP_SIZES, WHOLE_MTP, Method, Policy
+from kizami.quantize.settings import (
+    CALIBRATED,
+    GIVEN,
+    GROUP_SIZES,
+    METHOD_NOTES,
+    SEARCHED,
+    WHOLE_MTP,
+    Method,
+    MethodName,
+    Policy,
+)
 
 
-def build_plan(checkpoint: Checkpoint, policy: Policy, method: Method) -> Plan:
-    """The plan for converting `checkpoint`. Raises KizamiError for what cannot be done or must not be done silently."""
+def build_plan(
+    checkpoint: Checkpoint, policy: Policy, method: Method, calibration: Mapping[str, Any] | None = None
+) -> Plan:
+    """The plan for converting `checkpoint`. Raises KizamiError for what cannot be done or must not be done silently.
+    calibration: `calibrated.facts_of` the statistics whose hash is method.stats."""
     check_settings(policy, method)
     tensors, notes = split_fused_experts(checkpoint.config, checkpoint.tensors)
     checkpoint = replace(checkpoint, tensors=tensors, notes=(*checkpoint.notes, *notes))
@@ -39,7 +52,14 @@ def build_plan(checkpoint: Checkpoint, policy: Policy, method: Method) -> Plan:
         quantization_config=quantization_config,
         config=_config(checkpoint.config, quantization_config, policy),
         source=source_identity(checkpoint),
-        warnings=(*warnings, *warn(steps, policy), *_layout_notes(checkpoint, policy, steps), *checkpoint.notes),
+        warnings=(
+            *warnings,
+            *warn(steps, policy),
+            *_layout_notes(checkpoint, policy, steps),
+            *([METHOD_NOTES[method.name]] if method.name in METHOD_NOTES else []),
+            *checkpoint.notes,
+        ),
+        calibration=None if calibration is None else dict(calibration),
     )
 
 
@@ -59,11 +79,29 @@ def check_settings(policy: Policy, method: Method) -> None:
             hint="use --method search --scale-sign positive",
         )
     kappa = method.clip_allowance
-    if kappa is not None and (method.name != "search" or not kappa >= 0.5):
+    if kappa is not None and (method.name not in SEARCHED or not kappa >= 0.5):
         raise KizamiError(
             f"clip allowance {kappa} with --method {method.name}; expected none, or at least 0.5 steps with --method "
-            "search",
+            + ", ".join(SEARCHED),
             code="bad_option",
+        )
+    if method.name not in GIVEN:
+        check_statistics_option(method.name, method.stats is not None)
+
+
+def check_statistics_option(name: MethodName, given: bool) -> None:
+    """KizamiError unless statistics are given to the methods that need them, and to no other."""
+    if name in CALIBRATED and not given:
+        raise KizamiError(
+            f"--method {name} needs --stats",
+            code="bad_option",
+            hint="kizami calibrate SRC --data FILE -o STATS makes them; --method search needs none",
+        )
+    if given and name not in CALIBRATED:
+        raise KizamiError(
+            f"--stats with --method {name}, which looks at weights only",
+            code="bad_option",
+            hint=f"--stats is for --method {' and '.join(CALIBRATED)}",
         )
 
 

@@ -246,9 +246,44 @@ def fp8_error_sums(w: F32, codes: NDArray[np.uint8], scale: F32, side: int = 128
     }
 
 
-def group_errors(w: F32, codes: Codes, s: F32, g: int) -> F64:
-    """Sum of squared errors of each group [N, K/g]."""
+def weighted_sums(w: F32, codes: Codes, s: F32, g: int, h: F64) -> dict[str, Any]:
+    """Sums of h W^2 and of h (W - q s)^2, h [K] by column, under their names in metrics.ErrorSums."""
+    error = w - codes * np.repeat(s.astype(np.float64), g, axis=1)
+    return {
+        "sum_hw2": float((np.square(w, dtype=np.float64) * h).sum()),
+        "sum_he2": float((np.square(error) * h).sum()),
+    }
+
+
+def shrunk_mean_squares(h: F32, sum_g2: F64, sum_g4: F64, expert: int, *, pooled: bool) -> F64 | None:
+    """Section 7.2 for one expert: h [E, K] of all experts of a layer; pooled: drawn to the layer's mean (gate and up)
+    rather than to its own (down). None of an expert that no token reached."""
+    if sum_g4[expert] == 0:
+        return None
+    n = sum_g2[expert] ** 2 / sum_g4[expert]
+    own = h[expert].astype(np.float64)
+    if pooled:
+        layer = (sum_g2 @ h.astype(np.float64)) / sum_g2.sum()
+        near: F64 = (n * own + 4 * layer) / (n + 4)
+    else:
+        near = (n * own + 2 * own.mean()) / (n + 2)
+    return near
+
+
+def column_weights(h: F64, g: int) -> F64:
+    """Section 7.1: integers [K]; a column of the mean of its group weighs 1024."""
+    groups = h.reshape(-1, g)
+    mean = groups.mean(axis=1, keepdims=True)
+    relative = np.divide(groups, mean, out=np.zeros(groups.shape), where=mean > 0)
+    weights: F64 = np.clip(np.rint(1024 * relative), 1, 2**17).reshape(-1)
+    return weights
+
+
+def group_errors(w: F32, codes: Codes, s: F32, g: int, weights: F64 | None = None) -> F64:
+    """Sum of squared errors of each group [N, K/g], weighted by column [K] if weights are given."""
     error = _groups(w, g) - codes.reshape(w.shape[0], -1, g) * s[:, :, None].astype(np.float64)
+    if weights is not None:
+        error *= np.sqrt(weights).reshape(-1, g)
     energy: F64 = np.einsum("ijk,ijk->ij", error, error)
     return energy
 

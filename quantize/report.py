@@ -6,14 +6,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import log10, prod, sqrt
+from math import fsum, log10, prod, sqrt
 from pathlib import Path
 from typing import Any
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import resolve_inside
+from kizami.formats.run_log import canonical
 from kizami.quantize.manifest import REPORT
-from kizami.quantize.plan import canonical
 
 Row = dict[str, Any]
 MAX_REPORT_BYTES = 256 << 20  # Kimi-K2's has 70 MB; it is held in memory
@@ -126,6 +126,8 @@ def _is_row(row: Row) -> bool:
     figures = [row.get(key) for key in _FIGURES]
     measured = all(map(_is_figure, figures)) or figures == [None] * len(figures)
     shown = all(row.get(key) is None or not isinstance(row[key], str) for key in _SHOWN)
+    words = words and all(isinstance(row.get(key), str | None) for key in ("method", "fallback", "gptq_reason"))
+    measured = measured and _is_figure(row.get("weighted_rel_error", 0))
     plain = all(key in ("crc32", "shape") or _is_plain(value) for key, value in row.items())
     return words and counts and measured and shown and plain
 
@@ -147,6 +149,23 @@ def _is_plain(value: Any) -> bool:
 def measured(rows: Iterable[Row]) -> list[Row]:
     """Rows with error figures: the packed tensors."""
     return [row for row in rows if row.get("rel_error") is not None]
+
+
+def fallbacks(rows: Iterable[Row]) -> list[Row]:
+    """Rows of modules for which another method took the place of the calibrated one."""
+    return [row for row in rows if fallback_reason(row) is not None]
+
+
+def fallback_reason(row: Row) -> str | None:
+    """Why `search` took the place of a calibrated method, or `weighted` that of gptq."""
+    reason: str | None = row.get("fallback")
+    return row.get("gptq_reason") if reason is None and row.get("method") == "weighted" else reason
+
+
+def weighted_error(rows: Iterable[Row]) -> float | None:
+    """Root mean square of the modules' weighted_rel_error, whose weights have no common unit; None without any."""
+    squares = [row["weighted_rel_error"] ** 2 for row in rows if "weighted_rel_error" in row]
+    return sqrt(fsum(squares) / len(squares)) if squares else None
 
 
 def role_summaries(rows: Sequence[Row]) -> list[RoleSummary]:

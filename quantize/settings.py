@@ -6,7 +6,7 @@ from typing import Literal
 from kizami.formats.families import Role
 from kizami.formats.int4_layout import Format
 
-MethodName = Literal["minmax", "signed", "search"]
+MethodName = Literal["minmax", "signed", "search", "weighted", "gptq", "llmcompressor-gptq", "llmcompressor-awq"]
 ScaleSign = Literal["signed", "positive"]
 Form = Literal["int4", "fp8", "bf16", "keep"]
 Rest = Literal["bf16", "fp8"]
@@ -14,6 +14,13 @@ Mtp = Literal["quantize", "keep", "drop"]
 
 GROUP_SIZES = (32, 64, 128)  # what SGLang's and vLLM's Marlin kernels take (marlin_utils.py in both)
 BITS = 4
+CALIBRATED: tuple[MethodName, ...] = ("weighted", "gptq")  # which need statistics of the inputs
+SEARCHED: tuple[MethodName, ...] = ("search", *CALIBRATED)  # whose scales are the best of candidates
+GIVEN: tuple[MethodName, ...] = ("llmcompressor-gptq", "llmcompressor-awq")  # codes and scales come from an engine
+METHOD_NOTES: dict[MethodName, str] = {  # what a reader of the error figures has to know
+    "llmcompressor-awq": "AWQ divides the rows of up_proj by factors and multiplies the columns of down_proj by them: "
+    "each pair is right together, and its weight errors against the source count the factors as errors"
+}
 WHOLE_MTP = "mtp"  # as a role of --set: every linear of the next-token layers, not their eh_proj alone
 # Roles whose linears may be given a form. Engines read embeddings, heads and routers as plain weights.
 SETTABLE_ROLES = (
@@ -26,12 +33,21 @@ SETTABLE_ROLES = (
 class Method:
     """How scales and codes are chosen.
 
-    clip_allowance: kappa, in steps: |W - q*s| <= kappa*|s| for every weight; None is no constraint. `search` only.
+    clip_allowance: kappa, in steps: |W - q*s| <= kappa*|s| for every weight; None is no constraint. Of SEARCHED only;
+    `gptq` chooses its scales with it, its codes may clip more.
+    stats: SHA-256 of the manifest of the statistics, of CALIBRATED; of all that decides the engine's answer, of GIVEN.
     """
 
     name: MethodName = "search"
     scale_sign: ScaleSign = "signed"
     clip_allowance: float | None = None
+    stats: str | None = None
+
+
+def default_allowance(name: MethodName, group_size: int) -> float | None:
+    """The clip allowance with the least KL divergence from FP8, measured on real weights (docs/methods.md): a free
+    search by weights alone gives up the largest ones where groups are large; inputs say which of them matter."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)

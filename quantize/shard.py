@@ -13,7 +13,9 @@ from kizami.formats.packed_source import PackedWeight
 from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
 from kizami.quantize.buffers import Buffers
+from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.executor import Stopped
+from kizami.quantize.given import Given
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Plan, Shard, Step
 from kizami.quantize.tensor import Piece, Produced, pieces, produce
@@ -43,18 +45,21 @@ class Shop:
     slots: Semaphore
     stop: Event
     on_piece: Callable[[Piece], None]
+    calibration: Calibration | None = None
+    given: Given | None = None
 
 
 def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
     """Writes `shop.folder/shard.file` durably. Pieces are written in order, so the bytes do not depend on who was
     faster. Raises KizamiError, or Stopped."""
-    steps: list[tuple[Step, ErrorSums | None]] = []
+    steps: list[tuple[Step, ErrorSums | None, Chosen | None]] = []
     sums: ErrorSums | None = None  # of the pieces of a step
 
     def compute(piece: Piece) -> Produced:
         if shop.stop.is_set():
             raise Stopped
-        return produce(piece, shop.reader, shop.plan.policy, shop.plan.method, shop.buffers)
+        policy, method = shop.plan.policy, shop.plan.method
+        return produce(piece, shop.reader, policy, method, shop.buffers, shop.calibration, shop.given)
 
     work = chain.from_iterable(pieces(step) for step in shard.steps)
     with ShardWriter(shop.folder / shard.file, shard.tensors) as writer:
@@ -66,11 +71,11 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
             if produced.sums is not None:
                 sums = produced.sums if sums is None else sums + produced.sums
             if piece.last:
-                steps.append((piece.step, sums))
+                steps.append((piece.step, sums, produced.chosen))
                 sums = None
             del produced, data  # they would stay in memory while the next piece is awaited
         written = writer.finish()
-    rows = [report_row(shop.plan, shard, step, sums, written.crc32) for step, sums in steps]
+    rows = [report_row(shop.plan, shard, step, sums, written.crc32, chosen) for step, sums, chosen in steps]
     return FinishedShard(written.file, written.nbytes, written.sha256, rows)
 
 
@@ -111,10 +116,15 @@ def _first(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
 
 
 def report_row(
-    plan: Plan, shard: Shard, step: Step, sums: ErrorSums | None, crc32: Mapping[str, int]
+    plan: Plan,
+    shard: Shard,
+    step: Step,
+    sums: ErrorSums | None,
+    crc32: Mapping[str, int],
+    chosen: Chosen | None = None,
 ) -> dict[str, Any]:
     """A line of kizami-report.jsonl. No times in it: the file is the same for every run. crc32: of the shard's tensors,
-    by name."""
+    by name. chosen: of a linear that was rounded with a calibrated method."""
     row: dict[str, Any] = {
         "name": step.module,
         "action": step.action,
@@ -140,4 +150,8 @@ def report_row(
         )
         row |= how | sums.figures()
         row |= {"weight_energy": sums.sum_w2, "error_energy": sums.sum_e2}  # so that rows can be pooled exactly
+    if chosen is not None and sums is not None:
+        row |= {"method": chosen.method, "tokens": chosen.tokens, "fallback": chosen.fallback, **chosen.figures}
+        if chosen.fallback is None:
+            row["weighted_rel_error"] = sums.weighted_rel_error
     return row

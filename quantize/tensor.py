@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,14 @@ from kizami.formats.packed_source import PackedWeight, check_weight_shape
 from kizami.formats.reader import TensorReader
 from kizami.quantize.arrange import arrange
 from kizami.quantize.buffers import Buffers
+from kizami.quantize.calibrated.column_weights import integer_weights
+from kizami.quantize.calibrated.solver import Outcome, source_weight
+from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.fp8 import to_fp8_blocks
+from kizami.quantize.given import Given, chosen_instead, is_given, own_method
 from kizami.quantize.linear import NonFiniteError, Rows, dequantize_rows, quantize_linear
+from kizami.quantize.measure import measure
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
 from kizami.quantize.settings import Method, Policy
@@ -49,10 +54,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """The bytes to append to each output tensor, and the error sums of the piece where it was rounded."""
+    """The bytes to append to each output tensor, and the error sums of the piece where it was rounded. chosen: of a
+    linear that was rounded with a calibrated method."""
 
     chunks: tuple[tuple[str, NDArray[np.generic]], ...]
     sums: ErrorSums | None = None
+    chosen: Chosen | None = None
 
 
 def pieces(step: Step) -> Iterator[Piece]:
@@ -70,8 +77,17 @@ def pieces(step: Step) -> Iterator[Piece]:
         yield Piece(step, first, min(size, total - first), first + size >= total)
 
 
-def produce(piece: Piece, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers) -> Produced:
+def produce(
+    piece: Piece,
+    reader: TensorReader,
+    policy: Policy,
+    method: Method,
+    buffers: Buffers,
+    calibration: Calibration | None = None,
+    given: Given | None = None,
+) -> Produced:
     """Reads the piece, computes it, and gives the bytes in output order, in arrays that `buffers` takes back.
+    calibration, given: of a method that needs it.
 
     Raises KizamiError naming file and tensor.
     """
@@ -79,6 +95,10 @@ def produce(piece: Piece, reader: TensorReader, policy: Policy, method: Method, 
     try:
         match step.action:
             case "quantize":
+                if calibration is not None:
+                    return _quantize_calibrated(step, reader, policy, method, buffers, calibration)
+                if given is not None:
+                    return _take_given(step, reader, policy, method, buffers, given)
                 return _quantize(step, reader, policy, method, buffers)
             case "repack":
                 return _repack(step, reader, policy)
@@ -165,6 +185,59 @@ def _quantize(step: Step, reader: TensorReader, policy: Policy, method: Method, 
             weight, scale, block, policy.group_size, method, buffers.empty, smallest_scale=smallest
         )
     return Produced(_arranged(step, policy, linear.packed, linear.scale), linear.sums)
+
+
+def _quantize_calibrated(
+    step: Step, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers, calibration: Calibration
+) -> Produced:
+    """`weighted`; `search` where nothing is known of the input; and GPTQ's codes where they serve better."""
+    columns = calibration.columns(step)
+    if columns.h is None:
+        made = _quantize(step, reader, policy, replace(method, name="search", stats=None), buffers)
+        return replace(made, chosen=Chosen("search", columns.tokens, columns.fallback))
+    grid, block = None, None
+    if isinstance(step.encoding, ScaledWeight):
+        grid, block = read_scales(step.encoding, reader), step.encoding.block
+    weights = integer_weights(columns.h, policy.group_size)
+    smallest = smallest_scale(policy.format)
+    with source_rows(step, reader, buffers) as weight:
+        linear = quantize_linear(
+            weight, grid, block, policy.group_size, method, buffers.empty, None, smallest, weights, columns.h
+        )
+    chosen = Chosen("weighted", columns.tokens)
+    if calibration.solver is not None:
+        linear, outcome = calibration.solver.improve(step, lambda: source_weight(step, reader), linear, columns.h)
+        chosen = Chosen("gptq" if outcome.chosen == "gptq" else "weighted", columns.tokens, None, _figures(outcome))
+    return Produced(_arranged(step, policy, linear.packed, linear.scale), linear.sums, chosen)
+
+
+def _take_given(
+    step: Step, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers, given: Given
+) -> Produced:
+    """The engine's codes and scales; `search` for what its model does not have."""
+    if not is_given(method, step):
+        made = _quantize(step, reader, policy, own_method(method, step), buffers)
+        return replace(made, chosen=chosen_instead(method, step))
+    packed, scale = given.read(step)
+    grid, block = None, None
+    if isinstance(step.encoding, ScaledWeight):
+        grid, block = read_scales(step.encoding, reader), step.encoding.block
+    with source_rows(step, reader, buffers) as weight:
+        sums = measure(weight, grid, block, packed, scale)
+    if not isfinite(sums.sum_w2):  # the engine refuses such a source, and it may have run before it was damaged
+        raise KizamiError("has weights that are not finite", code="non_finite", tensor=step.weight.name)
+    return Produced(_arranged(step, policy, packed, scale), sums)
+
+
+def _figures(outcome: Outcome) -> dict[str, float | int | str | None]:
+    """Keys of the report's row: they may not be those of other things."""
+    return {
+        "gptq_reason": outcome.reason,
+        "effective_tokens": round(outcome.effective_n, 3),
+        "held_out_tokens": outcome.n_held_out,
+        "loss_gptq": outcome.loss_gptq,
+        "loss_weighted": outcome.loss_weighted,
+    }
 
 
 def _repack(step: Step, reader: TensorReader, policy: Policy) -> Produced:

@@ -13,6 +13,7 @@ from typing import Any
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.index import INDEX_NAME
+from kizami.formats.statistics import Statistics
 from kizami.quantize.executor import available_cores
 from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, policy_of, read_manifest
 from kizami.quantize.report import Row, over_threshold, read_report, worst_tensors
@@ -54,6 +55,7 @@ def verify(
     out: Path,
     *,
     against: Checkpoint | None = None,
+    statistics: Statistics | None = None,
     sample: int | None = None,
     max_rel_error: float | None = None,
     workers: int | None = None,
@@ -62,6 +64,7 @@ def verify(
     """Checks a finished output.
 
     sample: with `against`, recompute only every n-th tensor, so that about `sample` of them are seen.
+    statistics: with `against`, those that a calibrated method used.
     Raises KizamiError only where nothing can be checked at all (no folder, no manifest).
     """
     if not out.is_dir():
@@ -81,7 +84,7 @@ def verify(
     rows: list[Row] = []
     try:
         rows = read_report(out)
-        contents = _check_contents(out, manifest, rows, problems, against, sample, workers, on_progress)
+        contents = _check_contents(out, manifest, rows, problems, against, statistics, sample, workers, on_progress)
     except KizamiError as e:  # a file that differs need not be readable
         contents = Verification((_problem(e),), skipped=(STRUCTURE, SCALES, *([SOURCE] if against else [])))
     if max_rel_error is not None:
@@ -126,6 +129,7 @@ def _check_contents(
     rows: Sequence[Row],
     file_problems: Sequence[Problem],
     against: Checkpoint | None,
+    statistics: Statistics | None,
     sample: int | None,
     workers: int,
     on_progress: Callable[[int, int], None],
@@ -149,7 +153,7 @@ def _check_contents(
     checked[SCALES] = len(packed)
     notes: tuple[str, ...] = ()
     if against is not None:
-        found = check_against(checkpoint, against, manifest, rows, sample, workers, on_progress)
+        found = check_against(checkpoint, against, manifest, rows, sample, workers, on_progress, statistics)
         problems += found.problems
         notes = found.notes
         checked[SOURCE] = found.tensors

@@ -268,3 +268,22 @@ def folder_equals_clean_run(ran: Ran) -> None:
     clean = ran.convert_alike(ran.source.root, same_shards=True)
     assert clean.root != ran.out.root
     assert contents(ran.out.root) == contents(clean.root)
+
+
+@check
+def no_nan_or_inf(ran: Ran) -> None:
+    exponents = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
+    for name in ran.out.entries:
+        if ran.out.dtype(name) in exponents:
+            word, exponent = exponents[ran.out.dtype(name)]
+            bits = np.frombuffer(ran.out.tensor(name).data, word)
+            assert not ((bits & exponent) == exponent).any(), name
+
+
+@check
+def report_names_fallback(ran: Ran, modules: list[str]) -> None:
+    rows = {row["name"]: row for row in ran.out.rows}
+    for module in modules:
+        assert (rows[module]["method"], rows[module]["tokens"]) == ("search", 0)
+        assert rows[module]["fallback"], module
+        assert module in ran.stdout, "the summary does not name it"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import faults_table
+import gptq_fixtures
 import make_cases
 import pytest
 from cli_fixtures import Run, in_this_process, process
@@ -45,6 +46,12 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from kizami.cli.demo import unpack
 
     return unpack(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="session")
+def demo_stats(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> gptq_fixtures.Made:
+    """STATS of random inputs for it, with those of all tokens kept. Read only."""
+    return gptq_fixtures.make_stats(demo_checkpoint, tmp_path_factory.mktemp("stats") / "STATS")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Any
 
 import case_checks
 import make_cases
+import numpy as np
 import pytest
 from case_checks import Ran, run_check
 from case_runner import (
@@ -26,6 +27,7 @@ from case_runner import (
     kizami,
     measure,
 )
+from gptq_fixtures import Layer, make_stats
 from make_cases import shard_name
 from output_oracle import Folder, contents, parse_json
 
@@ -81,7 +83,6 @@ RUNS: dict[int, tuple[str, ...]] = {
 }
 # What a run needs and kizami does not have yet.
 LATER = {
-    19: "`--stats` and the methods `weighted` and `gptq`",
     42: "`--kv-scales`",
     43: "`--kv-scales` and the SGLang file",
     44: "`kizami push`",
@@ -139,7 +140,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        placeholders = {"{input}": str(self.source), "{out}": str(self.out)}
+        placeholders = {"{input}": str(self.source), "{out}": str(self.out), "{stats}": f"{self.out}-STATS"}
         return [placeholders.get(word, word) for word in self.facts["command"]]
 
     @property
@@ -196,6 +197,26 @@ def plan_for_ranks(run: Run) -> None:
     found = parse_json(kizami("plan", run.source, "--group-size", "64", "--tp", tp, "--json").stdout)
     named = {finding["module"] for finding in found["tensor_parallel"]["findings"]}
     assert named == ({make_cases.DOWN} if run.mentions else set())
+
+
+def with_statistics(run: Run) -> None:
+    """Case 19: the STATS that its content describes. Every token that comes to expert 0 is the same, so that what goes
+    into its gate and its down is of rank 1."""
+    content = json.loads((run.case / "stats-content.json").read_text())
+    [counts] = content["token_counts"].values()
+    fit = sum(counts) // 2
+    pairs = [(0, 1)] * 30 + [(0, 2)] * 70 + [(1, 2)] * 50 + [(0, 1)] * 50  # the last are held out
+
+    def singular(layer: int, data: Layer) -> None:
+        if layer == 1:
+            data.experts[:], data.held_out[:] = pairs, np.arange(len(pairs)) >= fit
+            data.x[(data.experts == 0).any(axis=1)] = data.x[0]
+
+    made = make_stats(run.source, run.out.with_name("out-STATS"), tokens=len(pairs), change=singular)
+    assert [len(made.layers[1].of(expert, held_out=False)[0]) for expert in range(4)] == counts
+    for module in content["hessians"]:
+        assert np.linalg.matrix_rank(made.input_of(module, held_out=False)[0]) == 1
+    plainly(run)
 
 
 def disk_full(run: Run) -> None:
@@ -271,6 +292,7 @@ def outside_the_folder(run: Run) -> None:
 
 PROCEDURES: dict[int, Callable[[Run], None]] = {
     15: plan_for_ranks,
+    19: with_statistics,
     35: disk_full,
     36: killed_after_the_first_shard,
     37: memory,

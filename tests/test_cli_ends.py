@@ -393,7 +393,7 @@ def test_a_threshold_must_be_finite(kizami: Run, tiny_checkpoint: Path, tmp_path
         ("convert", "--workers", "1.5", "'1.5' is not a whole number"),
         ("convert", "--workers", "nan", "'nan' is not a whole number"),
         ("convert", "--tp", "0", "0 is less than 1"),
-        ("convert", "--clip-allowance", "nan", "'nan' is not one of '0.5', '1', '2', 'none'"),
+        ("convert", "--clip-allowance", "nan", "'nan' is not one of 'auto', '0.5', '0.75', '1', '2', 'none'"),
         ("convert", "--max-shard-size", "1e400", "'1e400' is not a size"),
         ("convert", "--max-shard-size", "-1", "'-1' is not a size"),
         ("convert", "--max-shard-size", "nan", "'nan' is not a size"),

@@ -13,6 +13,7 @@ from kizami.quantize.kernels import jit
 SCRIPT = """
 import hashlib, sys
 import numpy as np
+from kizami.quantize.calibrated.column_weights import integer_weights
 from kizami.quantize.fp8 import to_fp8_blocks
 from kizami.quantize.kernels.unpack import unpack_rows
 from kizami.quantize.linear import quantize_linear, dequantize_rows
@@ -22,9 +23,15 @@ codes = np.random.default_rng(5).integers(0, 0x7F, (3, 128)).astype(np.uint8)
 codes[1, 32:64] = 0x80
 scale = np.array([[1.5], [0.3]], np.float32)
 digest = hashlib.sha256()
-for method in (Method("minmax"), Method("search"), Method("search", "positive", 0.5)):
+h = np.exp(2 * np.random.default_rng(8).standard_normal(128))
+h[64:80] = 0
+for method in (
+    Method("minmax"), Method("search"), Method("search", "positive", 0.5), Method("weighted"),
+    Method("weighted", "positive", 0.5),
+):
+    weights = integer_weights(h, 32) if method.name == "weighted" else None
     for source in ((codes, scale, (2, 128)), (codes.astype(np.float32) / 7, None, None)):
-        made = quantize_linear(*source, 32, method)
+        made = quantize_linear(*source, 32, method, weights=weights, h=None if weights is None else h)
         digest.update(made.packed.tobytes() + made.scale.tobytes() + repr(made.sums).encode())
 digest.update(dequantize_rows(codes, scale, (2, 128), 0).tobytes())
 values = np.random.default_rng(6).standard_normal((3, 141)).astype(np.float32)
@@ -162,27 +169,32 @@ def test_a_new_cache_replaces_those_of_versions_long_unused(tmp_path: Path, monk
 
 WARM = """
 import numpy as np
-from kizami.quantize.kernels import methods, rows, scales, survey
+from kizami.quantize.kernels import methods, rows, scales, survey, weighted
 from kizami.quantize.linear import dequantize_rows, quantize_linear, warm_up
 from kizami.quantize.settings import Method
 def compiled():
-    modules = (methods, rows, scales, survey)
+    modules = (methods, rows, scales, survey, weighted)
     return {name: len(f.signatures) for m in modules for name, f in vars(m).items() if hasattr(f, "signatures")}
-warm_up(Method(), 32)
+warm_up(Method("weighted"), 32)
 warm_up(Method("minmax"), 32)
 before = compiled()
 codes = np.full((70, 256), 0x38, np.uint8)
-for method in (Method("minmax"), Method("signed"), Method(), Method("search", "positive", 0.5)):
+weights = np.ones(256, np.int64)
+for method in (
+    Method("minmax"), Method("signed"), Method(), Method("search", "positive", 0.5), Method("weighted"),
+    Method("weighted", "positive", 0.5),
+):
+    more = {"weights": weights} if method.name == "weighted" else {}
     for g in (32, 128):
-        quantize_linear(codes, np.ones((1, 2), np.float32), (128, 128), g, method)
-        quantize_linear(codes, np.ones((70, 1), np.float32), (1, 256), g, method)
-        quantize_linear(codes, np.ones((5, 16), np.float32), (16, 16), g, method)
-        quantize_linear(codes.astype(np.uint16), None, None, g, method)
-        quantize_linear(codes.astype(np.float16), None, None, g, method)
-        quantize_linear(codes.astype(np.float32), None, None, g, method)
+        quantize_linear(codes, np.ones((1, 2), np.float32), (128, 128), g, method, **more)
+        quantize_linear(codes, np.ones((70, 1), np.float32), (1, 256), g, method, **more)
+        quantize_linear(codes, np.ones((5, 16), np.float32), (16, 16), g, method, **more)
+        quantize_linear(codes.astype(np.uint16), None, None, g, method, **more)
+        quantize_linear(codes.astype(np.float16), None, None, g, method, **more)
+        quantize_linear(codes.astype(np.float32), None, None, g, method, **more)
 dequantize_rows(codes[3:], np.ones((5, 16), np.float32), (16, 16), 3)
 assert before == compiled(), {k: v for k, v in compiled().items() if v != before.get(k)}
-assert before["search_rows"] == 1
+assert before["search_rows"] == before["weighted_rows"] == 1
 """
 
 

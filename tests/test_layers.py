@@ -42,7 +42,29 @@ def test_imports_point_down(path: Path) -> None:
     assert folders_of_ours(imported(path.read_text(encoding="utf-8"), path)) <= may_import(path)
 
 
-ASKED_IF_THERE = {"formats/engines/transformers.py": {"compressed_tensors"}}  # its verdict on a config, in a function
+ASKED_IF_THERE = {
+    # The forward pass of `kizami calibrate`; of it only settings.py is imported before that is asked for
+    "calibration/forward/attention.py": {"torch", "transformers"},
+    "calibration/forward/experts.py": {"torch"},
+    "calibration/forward/layers.py": {"torch"},
+    "calibration/forward/model.py": {"torch"},  # and classes of transformers, by name
+    "calibration/forward/observers.py": {"torch"},
+    "calibration/forward/run.py": {"torch"},
+    "calibration/forward/state.py": {"torch"},
+    "calibration/forward/weights.py": {"torch"},
+    "calibration/forward/work.py": {"torch"},
+    "calibration/data/tokenizer.py": {"transformers"},  # chat templates, in its Jinja sandbox
+    # `--engine llmcompressor`: only llmcompressor_limits.py is imported before that is asked for
+    "calibration/llmcompressor/model.py": {"accelerate", "llmcompressor", "torch", "transformers"},
+    "calibration/llmcompressor/engine.py": {"compressed_tensors", "llmcompressor", "torch", "transformers"},
+    "calibration/machine.py": {"torch"},  # threads and memory, for the command
+    "formats/engines/transformers.py": {"compressed_tensors"},  # its verdict on a config, in a function
+    # `--method gptq`: Cholesky factors and products of 7168 x 7168, on a GPU where there is one. Only solver.py is
+    # imported before that method is asked for, and it imports torch in functions.
+    "quantize/calibrated/gptq.py": {"torch"},
+    "quantize/calibrated/hessian.py": {"torch"},
+    "quantize/calibrated/solver.py": {"torch"},
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())

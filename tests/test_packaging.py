@@ -68,6 +68,11 @@ def test_wheel_holds_every_file_and_runs_alone(tmp_path: Path) -> None:
         packed.extractall(site)
     assert {path.relative_to(site / "kizami") for path in site.rglob("*.py")} == code_files()
     assert sha256(site / "kizami" / "cli" / ARCHIVE.name) == sha256(ARCHIVE)
+    sample = ROOT / "calibration" / "data" / "sample"
+    packed_sample = {
+        path.name: sha256(path) for path in (site / "kizami" / "calibration" / "data" / "sample").iterdir()
+    }
+    assert packed_sample == {path.name: sha256(path) for path in sample.iterdir()}
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import kizami.cli.app as a; print(a.__file__); a.main()"
     out = run(sys.executable, "-I", "-c", code, site, "--help", cwd=tmp_path)
     assert str(site) in out

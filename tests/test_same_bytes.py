@@ -20,7 +20,7 @@ from cli_fixtures import on_terminal
 from conditions import CONDITIONS, dirty_memory
 
 from kizami.formats.checkpoint import Checkpoint
-from kizami.quantize import buffers, pipeline, shard, tensor
+from kizami.quantize import pipeline, shard, tensor
 from kizami.quantize.pipeline import ShardDone
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Method, Policy
@@ -126,10 +126,10 @@ def test_dirty_memory_would_be_seen(source: Path, clean: Tree, tmp_path: Path, m
     """What the condition above is worth: a piece that is not filled shows."""
     produce = shard.produce
 
-    def unfilled(piece: tensor.Piece, reader: Any, method: Any, group_size: int, memory: buffers.Buffers) -> Any:
-        made = produce(piece, reader, method, group_size, memory)
-        (name, data), *others = made.chunks
-        return tensor.Produced(((name, memory.empty(data.shape, data.dtype)), *others), made.sums)
+    def unfilled(piece: tensor.Piece, *others: Any) -> Any:
+        made, memory = produce(piece, *others), others[3]
+        (name, data), *rest = made.chunks
+        return tensor.Produced(((name, memory.empty(data.shape, data.dtype)), *rest), made.sums)
 
     with monkeypatch.context() as patch:
         dirty_memory(patch)

@@ -81,6 +81,19 @@ def sum_values(relative: Array, divisors: Array, sums: Array, at: int) -> None:
 
 
 @kernel
+def allowed(divisors: Array, minus: int, count: int, p: Any, n: Any, reach_plus: float, positive_scale: bool) -> Any:
+    """Where the allowed candidates of each sign end: [:first of the two] and [minus:second]."""
+    # 6.2's scalar test of the allowance: a weight of the sign opposite to m, on the side of the code +7
+    limit, opposite = reach_plus * np.float64(max(p, n)) * (1 + 1e-9), np.float64(min(p, n))
+    last = minus
+    while -divisors[last - 1] * opposite > limit:
+        last -= 1
+    if positive_scale:
+        return (last, minus) if n > p else (0, count)
+    return last, count
+
+
+@kernel
 def choose(
     sums: Array, at: int, divisors: Array, minus: int, p: Any, n: Any, m: Any, reach_plus: float,
     reach_minus: float, positive_scale: bool,
@@ -89,14 +102,7 @@ def choose(
     the group's largest weight of each sign; m: the signed extreme."""
     if max(p, n) == 0:
         return ZERO_GROUP_SCALE
-    # 6.2's scalar test of the allowance: a weight of the sign opposite to m, on the side of the code +7
-    limit, opposite = reach_plus * np.float64(max(p, n)) * (1 + 1e-9), np.float64(min(p, n))
-    last = minus
-    while -divisors[last - 1] * opposite > limit:
-        last -= 1
-    end = COUNT
-    if positive_scale:
-        last, end = (last, minus) if n > p else (0, COUNT)
+    last, end = allowed(divisors, minus, COUNT, p, n, reach_plus, positive_scale)
     d = divisors[smallest(sums, at, last, minus, end)]
     return guard(np.float64(m) / d, p, n, reach_plus, reach_minus)
 

@@ -58,37 +58,40 @@ def _add_rows(
     return types.void(table, index, index, codes, index, sums, index), build
 
 
-def _smallest_python(sums: Any, begin: int, hole: int, resume: int, last: int) -> int:
-    j = np.arange(COUNT)
-    allowed = (j < hole) | ((j >= resume) & (j < last))
-    return int(np.where(allowed, (sums[begin : begin + COUNT].astype(np.int64) << INDEX_BITS) | j, NEVER).min()) & (
-        (1 << INDEX_BITS) - 1
-    )
+def smallest_of(widths: tuple[int, ...]) -> tuple[Any, Any]:
+    """`smallest` among as many sums, as Python and as an intrinsic."""
 
+    def python(sums: Any, begin: int, hole: int, resume: int, last: int) -> int:
+        j = np.arange(sum(widths))
+        allowed = (j < hole) | ((j >= resume) & (j < last))
+        keys = (sums[begin : begin + sum(widths)].astype(np.int64) << INDEX_BITS) | j
+        return int(np.where(allowed, keys, NEVER).min()) & ((1 << INDEX_BITS) - 1)
 
-def _smallest(typing: Any, sums: Any, begin: Any, hole: Any, resume: Any, last: Any) -> tuple[Any, Any]:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v = Lanes(context, builder, signature, args)
-        best = []
-        for k, width in enumerate(WIDTHS):
-            at = sum(WIDTHS[:k])
-            j = ir.Constant(ir.VectorType(I32, width), list(range(at, at + width)))
-            bounds = [v.splat(builder.trunc(limit, I32), width) for limit in args[2:]]
-            before, after, below = (
-                builder.icmp_signed(how, j, bound) for how, bound in zip(("<", ">=", "<"), bounds, strict=True)
-            )
-            keys = builder.or_(
-                builder.shl(v.load(0, v.plus(args[1], at), I32, width), constant(I32, INDEX_BITS, width)), j
-            )
-            allowed = builder.or_(before, builder.and_(after, below))
-            keys = builder.select(allowed, keys, constant(I32, NEVER, width))
-            best.append(v.call("vector.reduce.smin", keys))
-        first = best[0]
-        for other in best[1:]:
-            first = builder.select(builder.icmp_signed("<", first, other), first, other)
-        return builder.zext(builder.and_(first, I32((1 << INDEX_BITS) - 1)), I64)
+    def llvm(typing: Any, sums: Any, begin: Any, hole: Any, resume: Any, last: Any) -> tuple[Any, Any]:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            v = Lanes(context, builder, signature, args)
+            best = []
+            for k, width in enumerate(widths):
+                at = sum(widths[:k])
+                j = ir.Constant(ir.VectorType(I32, width), list(range(at, at + width)))
+                bounds = [v.splat(builder.trunc(limit, I32), width) for limit in args[2:]]
+                before, after, below = (
+                    builder.icmp_signed(how, j, bound) for how, bound in zip(("<", ">=", "<"), bounds, strict=True)
+                )
+                keys = builder.or_(
+                    builder.shl(v.load(0, v.plus(args[1], at), I32, width), constant(I32, INDEX_BITS, width)), j
+                )
+                allowed = builder.or_(before, builder.and_(after, below))
+                keys = builder.select(allowed, keys, constant(I32, NEVER, width))
+                best.append(v.call("vector.reduce.smin", keys))
+            first = best[0]
+            for other in best[1:]:
+                first = builder.select(builder.icmp_signed("<", first, other), first, other)
+            return builder.zext(builder.and_(first, I32((1 << INDEX_BITS) - 1)), I64)
 
-    return types.int64(sums, types.int64, types.int64, types.int64, types.int64), build
+        return types.int64(sums, types.int64, types.int64, types.int64, types.int64), build
+
+    return python, llvm
 
 
 def _fit_python(weights: Any, begin: int, scale: Any, step: Any, units: Any, fit: Any, group: int) -> None:
@@ -146,7 +149,7 @@ def _value_error(typing: Any, relative: Any, at: Any, divisor: Any) -> tuple[Any
 add_table_rows: Any = either(_add_rows_python, _add_rows)
 # (sums int32, begin, hole, resume, last): of the COUNT sums from `begin` on, the index of the first smallest of
 # [:hole] and [resume:last].
-smallest: Any = either(_smallest_python, _smallest)
+smallest: Any = either(*smallest_of(WIDTHS))
 # (weights, begin, scale, step, units, fit int64 [groups * 2], group): adds to the group's pair the exact sums of
 # q * units and of q^2, for the nearest codes q of weights[begin : begin + CHUNK] under `step`. Units are integers, of
 # e4m3 bytes CODE_UNITS times their values, of float32 units [CHUNK]; q * units stays below 2^24, 32 of them below 2^31.

@@ -7,9 +7,9 @@ from typing import Any
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import all_files, file_sha256, resolve_inside
+from kizami.formats.run_log import FOLDER
 from kizami.formats.side_files import MAX_SIDE_FILE_BYTES
 from kizami.quantize.executor import thread_map
-from kizami.quantize.journal import FOLDER
 from kizami.quantize.manifest import CARD, MANIFEST
 
 # What git and `hf download` keep beside a checkpoint; no reader of one looks there.

@@ -7,7 +7,7 @@ every figure but sqnr_top_db, which needs all weights of a tensor at once.
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isclose
 from threading import Event
 from typing import Any
@@ -19,16 +19,22 @@ from kizami.formats.fingerprint import sample_contents
 from kizami.formats.header import encode_header
 from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.reader import TensorReader
+from kizami.formats.run_log import canonical
 from kizami.formats.side_files import find_side_files
+from kizami.formats.statistics import Statistics
 from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import PT_METADATA
+from kizami.quantize.calibrated.statistics import find_fallbacks
 from kizami.quantize.card import hub_origin
 from kizami.quantize.executor import thread_map
+from kizami.quantize.given import chosen_instead
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, method_of, policy_of
-from kizami.quantize.plan import Plan, Shard, Step, canonical
+from kizami.quantize.plan import Plan, Shard, Step
 from kizami.quantize.planner import build_plan
 from kizami.quantize.report import ROW_CRC32, Row
+from kizami.quantize.settings import CALIBRATED
 from kizami.quantize.shard import report_row
+from kizami.quantize.verification.calibrated import UNKNOWN, Witness, check_statistics_are_those
 from kizami.quantize.verification.damage import tensor_crc32s
 from kizami.quantize.verification.files import Problem
 from kizami.quantize.verification.tensors import Fault, check_step
@@ -55,11 +61,15 @@ def check_against(
     sample: int | None,
     workers: int,
     on_progress: Callable[[int, int], None],
+    statistics: Statistics | None = None,
 ) -> Comparison:
-    """sample: only every n-th tensor is compared, so that about `sample` of them are."""
+    """sample: only every n-th tensor is compared, so that about `sample` of them are. statistics: of the run."""
     found = Comparison()
     try:
-        plan = build_plan(source, policy_of(manifest), method_of(manifest))
+        plan = build_plan(source, policy_of(manifest), method_of(manifest), manifest.get("calibration"))
+        if statistics is not None:
+            found.problems += check_statistics_are_those(statistics, manifest)
+            find_fallbacks(plan, statistics)  # raises where they do not fit
     except KizamiError as e:
         found.problems.append(Problem(e.code, e.message, e.file, e.tensor))
         return found
@@ -77,8 +87,10 @@ def check_against(
     ]
     if manifest.get("origin") is not None and hub_origin(source.root) is None:
         found.notes = (f"{MANIFEST} names a source on the Hub; SRC is not in the Hub's cache, so this was not checked",)
+    if plan.method.name in CALIBRATED and statistics is None:
+        found.notes += ("what only the calibration statistics can tell was not checked (--stats STATS does)",)
     if not found.problems:
-        _compare(plan, out, source, rows, sample, workers, on_progress, found)
+        _compare(plan, out, source, Witness(statistics), rows, sample, workers, on_progress, found)
     return found
 
 
@@ -166,6 +178,7 @@ def _compare(
     plan: Plan,
     out: Checkpoint,
     source: Checkpoint,
+    witness: Witness,
     rows: Sequence[Row],
     sample: int | None,
     workers: int,
@@ -178,11 +191,20 @@ def _compare(
 
         def check(item: tuple[Shard, Step, Row], _: Event) -> list[Fault]:
             shard, step, row = item
-            faults, sums = check_step(step, theirs, ours, out.tensors, plan.policy, plan.method)
+            claim, fault = witness.claim(plan, step, row)
+            if fault is not None:
+                return [("report_row", fault)]
+            method = plan.method if claim is None else replace(plan.method, name=claim.chosen.method)
+            h = None if claim is None else claim.h
+            faults, sums = check_step(step, theirs, ours, out.tensors, plan.policy, method, h)
             if faults:
                 return faults
             crc32 = dict(tensor_crc32s(out.path(shard.file), [out.tensors[spec.name] for spec in step.outputs]))
-            return list(_row_faults(row, report_row(plan, shard, step, sums, crc32)))
+            made = chosen_instead(plan.method, step) if claim is None else claim.chosen
+            expected = report_row(plan, shard, step, sums, crc32, made)
+            if claim is not None and h is None:
+                expected |= {key: row[key] for key in UNKNOWN if key in expected}
+            return list(_row_faults(row, expected))
 
         for (shard, step, _), faults in zip(chosen, thread_map(workers, check, chosen), strict=True):
             found.tensors += 1

@@ -17,7 +17,7 @@ from kizami.quantize import reference_layouts
 from kizami.quantize.executor import thread_map
 from kizami.quantize.manifest import MANIFEST, REPORT
 from kizami.quantize.report import Row
-from kizami.quantize.settings import Policy
+from kizami.quantize.settings import GIVEN, SEARCHED, Policy
 from kizami.quantize.verification.files import Problem
 from kizami.quantize.verification.tensors import scale_faults
 
@@ -125,7 +125,8 @@ def check_scales(
     checkpoint: Checkpoint, manifest: dict[str, Any], packed: Sequence[Int4Module], workers: int
 ) -> list[Problem]:
     """Scales are finite and not zero; negative ones only where the method may write them, and as the manifest says."""
-    may = manifest["method"] == "signed" or (manifest["method"] == "search" and manifest["scale_sign"] == "signed")
+    searched = manifest["method"] in (*SEARCHED, *GIVEN)  # of GIVEN, search packs what the engine does not see
+    may = manifest["method"] == "signed" or (searched and manifest["scale_sign"] == "signed")
     may = may or bool(manifest["counts"].get("repack"))  # the source's own
     problems, negative = scale_problems(checkpoint, packed, workers, may_be_negative=may)
     if negative != manifest["has_negative_scales"]:

@@ -13,15 +13,23 @@ from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize import reference, reference_layouts
 from kizami.quantize.decide import FP8_BLOCK
+from kizami.quantize.given import own_method
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
-from kizami.quantize.settings import Method, Policy
+from kizami.quantize.settings import CALIBRATED, GIVEN, Method, Policy
 from kizami.quantize.verification.fp8 import fp8_fault
 
 BAND_WEIGHTS = 1 << 17  # the oracle works in float64: 1 MB per array and band
 COPY_BYTES = 8 << 20
 NO_TOP = np.float32(np.inf)  # the largest 0.1 % of a tensor are not known band by band
 MOST_ERROR = 1.5  # of half a step everywhere; found at most: 0.88, for groups made to round badly
+# The same where errors count by column: candidates are compared with shares that are at least two thirds of the
+# weights, and one of them lies within 2 % of max|W| / 7, which clips nothing.
+MOST_WEIGHTED_ERROR = 1.75
+# max|W| / |s| of `weighted`, whatever the weights. Divisors lie between 5.6 and 48. Each of two fits takes a mean of
+# W/q over the codes q that are not 0; it is at least half the scale, and at most 1.5 times it or a seventh of max|W|.
+LEAST_DIVISOR, MOST_DIVISOR = 5.6 / 1.5 / 1.5, 48 * 2.0 * 2.0
+BF16_STEP = 2.0**-6  # of a few roundings to BF16
 
 LAYOUT_VIEWS = {"I32": "<i4", "I8": "i1", "F16": "<f2", "F32": "<f4"}
 
@@ -55,12 +63,15 @@ def check_step(
     tensors: Tensors,
     policy: Policy,
     method: Method,
+    h: NDArray[np.float64] | None = None,
 ) -> tuple[list[Fault], ErrorSums | None]:
     """What is wrong with the outputs of `step`, nothing when every bit is as it must be; and the error of a rounded
-    weight, but for its top_* sums. `tensors` are the output's."""
+    weight, but for its top_* sums. `tensors` are the output's. h: mean squares of the step's columns, where they are
+    known."""
+    method = own_method(method, step)
     match step.action:
         case "quantize":
-            return _check_packed(step, source, out, tensors, policy, method)
+            return _check_packed(step, source, out, tensors, policy, method, h)
         case "repack":
             return _check_repacked(step, source, out, tensors, policy)
         case "to_fp8":
@@ -96,17 +107,26 @@ def _check_dequantized(step: Step, source: TensorReader, out: TensorReader, tens
 
 
 def _check_packed(
-    step: Step, source: TensorReader, out: TensorReader, tensors: Tensors, policy: Policy, method: Method
+    step: Step,
+    source: TensorReader,
+    out: TensorReader,
+    tensors: Tensors,
+    policy: Policy,
+    method: Method,
+    h: NDArray[np.float64] | None,
 ) -> tuple[list[Fault], ErrorSums]:
     group_size, packed = policy.group_size, PackedOutput(step, out, tensors, policy)
-    sums = ErrorSums()
+    sums, weights = ErrorSums(), None if h is None else reference.column_weights(h, group_size)
     for first, rows in _bands(step):
         w = _source_rows(step, source, first, rows)
         codes, steps = packed.rows(first, rows)
-        fault = check_codes(w, codes, steps, group_size, method, smallest_scale(policy.format))
+        fault = check_codes(w, codes, steps, group_size, method, smallest_scale(policy.format), weights)
         if fault is not None:
             return [("bad_codes", f"rows {first} to {first + rows - 1}: {fault}")], sums
-        sums += ErrorSums(**reference.error_sums(w, codes, steps, group_size, NO_TOP))
+        weighted = {} if h is None else reference.weighted_sums(w, codes, steps, group_size, h)
+        sums += ErrorSums(**reference.error_sums(w, codes, steps, group_size, NO_TOP), **weighted)
+    if method.name == "gptq" and sums.sum_e2 > sums.sum_w2:
+        return [("bad_codes", "zeros would be nearer to the weights")], sums
     return ([("bad_layout", packed.fault)] if packed.fault else []), sums
 
 
@@ -183,9 +203,10 @@ def check_codes(
     group_size: int,
     method: Method,
     smallest: float = 0.0,
+    weights: NDArray[np.float64] | None = None,
 ) -> str | None:
     """What may be asserted of codes [n, K] and stored scales [n, K/g] of each method. smallest: the least scale that
-    the layout holds."""
+    the layout holds; weights: of the columns [K], for `weighted` and `gptq`, where they are known."""
     if (steps.view(np.uint32) & 0xFFFF).any():  # F32 and F16 have room for less than the figures of an error show
         return "a scale is none that BF16 can hold"
     if method.name == "minmax":
@@ -193,31 +214,67 @@ def check_codes(
         if not np.array_equal(steps, expected_steps):
             return "scales are not those of minmax"
         return None if np.array_equal(codes, expected_codes) else "codes are not those of minmax"
+    if method.name == "llmcompressor-gptq":  # scales by the rule of minmax, codes by error feedback
+        right = np.array_equal(steps, reference.minmax(w, group_size, 0.0)[1])
+        return None if right else "scales are not max|W| / 7.5"
+    if method.name in GIVEN:  # AWQ has moved factors between two weights: nothing follows from one of them
+        return "a scale is negative" if (steps < 0).any() else None
     smallest = max(smallest, reference.SMALLEST_SCALE)
     if method.name == "signed" and not np.array_equal(steps, reference.signed(w, group_size, smallest)[1]):
         return "scales are not those of signed"
     if method.scale_sign == "positive" and (steps < 0).any():
         return "a scale is negative, but --scale-sign is positive"
-    if not np.array_equal(codes, reference.nearest_codes(w, steps, group_size)):
+    nearest = reference.nearest_codes(w, steps, group_size)
+    if method.name != "gptq" and not np.array_equal(codes, nearest):
         return "a code is not the nearest one under its stored scale"
     zero = ~w.reshape(len(w), -1, group_size).any(axis=2)
     if (steps[zero] != reference.ZERO_GROUP_SCALE).any():
         return "an all-zero group has another scale than 2^-7"
-    errors = reference.group_errors(w, codes, steps, group_size) if method.name == "search" else None
-    if errors is not None and (errors > _most_error(w, group_size, smallest)).any():
-        return "a group is rounded worse than with the scale max|W| / 7"
+    if method.name == "search":
+        errors = reference.group_errors(w, codes, steps, group_size)
+        if (errors > MOST_ERROR * group_size * _half_step(w, group_size, smallest) ** 2).any():
+            return "a group is rounded worse than with the scale max|W| / 7"
+    if method.name in CALIBRATED and (fault := _weighted_fault(w, nearest, steps, group_size, smallest, weights)):
+        return fault
     kappa = method.clip_allowance
-    if kappa is not None and (np.abs(reference.steps_off(w, codes, steps, group_size)) > kappa).any():
+    if kappa is not None and (np.abs(reference.steps_off(w, nearest, steps, group_size)) > kappa).any():
         return f"a weight is more than {kappa:g} steps from its code"
     return None
 
 
-def _most_error(w: NDArray[np.float32], group_size: int, smallest: float) -> NDArray[np.float64]:
-    """A bound from errors of half a step everywhere at the scale max|W| / 7, which clips nothing. What a search finds
-    stays below it, whatever the group and the clip allowance; scales that ruin a group do not."""
-    largest = np.abs(w).reshape(len(w), -1, group_size).max(axis=2).astype(np.float64)
-    half: NDArray[np.float64] = np.maximum(largest / 7, smallest) / 2
-    return MOST_ERROR * group_size * half * half
+def _half_step(w: NDArray[np.float32], group_size: int, smallest: float) -> NDArray[np.float64]:
+    """Of each group at the scale max|W| / 7, which clips nothing: the largest error of a weight. The sums of squares
+    that a search finds stay near it, whatever the group and the clip allowance; scales that ruin a group do not."""
+    half: NDArray[np.float64] = np.maximum(_largest(w, group_size) / 7, smallest) / 2
+    return half
+
+
+def _largest(w: NDArray[np.float32], group_size: int) -> NDArray[np.float64]:
+    largest: NDArray[np.float32] = np.abs(w).reshape(len(w), -1, group_size).max(axis=2)
+    return largest.astype(np.float64)
+
+
+def _weighted_fault(
+    w: NDArray[np.float32],
+    nearest: NDArray[np.int8],
+    steps: NDArray[np.float32],
+    group_size: int,
+    smallest: float,
+    weights: NDArray[np.float64] | None,
+) -> str | None:
+    """Of the scales of `weighted`, from the codes nearest under them. The plain error of a group may be that of nearly
+    all its weights, where one column outweighs the rest."""
+    largest, size = _largest(w, group_size), np.abs(steps.astype(np.float64))
+    too_large = size > np.maximum(largest / LEAST_DIVISOR * (1 + BF16_STEP), smallest)
+    if (too_large & (largest > 0)).any() or (size * MOST_DIVISOR * (1 + BF16_STEP) < largest).any():
+        return "a scale is not one that the candidates of weighted lead to"
+    if weights is None:
+        return None
+    errors = reference.group_errors(w, nearest, steps, group_size, weights)
+    half = _half_step(w, group_size, smallest)
+    if (errors > MOST_WEIGHTED_ERROR * weights.reshape(-1, group_size).sum(axis=1) * half * half).any():
+        return "a group is rounded worse, as its columns weigh, than with the scale max|W| / 7"
+    return None
 
 
 def _bands(step: Step) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,162 @@
+"""`kizami report --stats --against`: the error of what comes out of each layer's experts."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kizami.cli import options as o
+from kizami.cli.output import Ui, counted, figure
+from kizami.formats.errors import KizamiError
+
+LAYER_COLUMNS = (
+    ">layer",
+    ">rel error",
+    ">SQNR dB",
+    ">tokens",
+    ">fit min",
+    ">median",
+    ">max",
+    ">starved",
+    "worst module",
+)
+MODULE_COLUMNS = (">rel error", ">SQNR dB", ">tokens", "module")
+STARVED_SHOWN = 8
+EXCEEDING_SHOWN = 5
+Body = dict[str, Any]
+
+
+def check_options(
+    context: typer.Context, stats: Path | None, against: str | None, max_output_error: float | None
+) -> None:
+    """What goes together must be given together."""
+    if (stats is None) != (against is None):
+        given, missing = ("stats", "--against SRC") if against is None else ("against", "--stats STATS")
+        raise KizamiError(
+            f"{o.spelled(context, given)} without {missing.split()[0]}: the error of the outputs needs the inputs that "
+            "STATS keeps, and the source's weights",
+            code="usage",
+            hint=f"add {missing}",
+        )
+    if max_output_error is not None and stats is None:
+        raise KizamiError(
+            f"{o.spelled(context, 'max_output_error')} without --stats and --against: no outputs are looked at",
+            code="usage",
+            hint="add --stats STATS --against SRC",
+        )
+
+
+def outputs_body(ui: Ui, out: Path, stats: Path, against: str, top: int | None, max_output_error: float | None) -> Body:
+    """The part of --json. top: how many modules, the worst first; None for all."""
+    from kizami.cli.source import open_source
+    from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.statistics import Statistics
+    from kizami.quantize.manifest import read_manifest
+    from kizami.quantize.output_error import STARVED, OutputErrors, median_error, worst_modules
+
+    statistics = Statistics.open(stats)
+    errors = OutputErrors(Checkpoint.open(out), read_manifest(out), open_source(against), statistics)
+    layers = []
+    for done, layer in enumerate(errors.each(), 1):
+        layers.append(layer)
+        ui.progress(f"layer {layer.layer} ({done} of {len(errors.layers)}): output error {figure(layer.rel_error)}")
+    worst = worst_modules(layers)
+    over = [module for module in worst if max_output_error is not None and (module.rel_error or 0) > max_output_error]
+    unmeasured = errors.unmeasured
+    return {
+        "stats_sha256": statistics.sha256,
+        "rel_error": median_error(layers),
+        "layers": [_layer(asdict(layer)) for layer in layers],
+        "worst": [asdict(module) for module in worst[:top]],
+        "modules": len(worst),
+        "starved_below": STARVED,
+        "unmeasured": len(unmeasured),
+        "max_output_error": max_output_error,
+        "exceeding": [{"name": module.name, "rel_error": module.rel_error} for module in over],
+    }
+
+
+def _layer(line: Body) -> Body:
+    """Without its modules, but for the worst."""
+    modules = [module for module in line.pop("modules") if module["rel_error"]]
+    worst = max(modules, key=lambda module: module["rel_error"], default=None)
+    return line | {"worst": worst and {key: worst[key] for key in ("name", "rel_error")}}
+
+
+def layer_rows(body: Body) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(line["layer"]),
+            figure(line["rel_error"]),
+            figure(line["sqnr_db"], 2),
+            f"{line['tokens']:,}",
+            *_routing(line["routing"]),
+            f"{line['worst']['name']} ({figure(line['worst']['rel_error'])})" if line["worst"] else "",
+        )
+        for line in body["layers"]
+    ]
+
+
+def _routing(routing: Body | None) -> tuple[str, ...]:
+    if routing is None:
+        return ("", "", "", "")
+    return f"{routing['min']:,}", f"{routing['median']:,.0f}", f"{routing['max']:,}", f"{len(routing['starved']):,}"
+
+
+def module_rows(body: Body) -> list[tuple[str, ...]]:
+    return [
+        (figure(row["rel_error"]), figure(row["sqnr_db"], 2), f"{row['tokens']:,}", row["name"])
+        for row in body["worst"]
+    ]
+
+
+def show_outputs(ui: Ui, body: Body) -> None:
+    ui.heading("what comes out of each layer's experts, on held-out tokens")
+    ui.table(LAYER_COLUMNS, layer_rows(body))
+    if body["worst"]:
+        ui.heading(f"worst {counted(len(body['worst']), 'module')} by output")
+        ui.table(MODULE_COLUMNS, module_rows(body))
+    ui.say()
+    for line in notes(body, None if ui.verbose else STARVED_SHOWN):
+        ui.prose(line)
+
+
+def notes(body: Body, names_shown: int | None) -> list[str]:
+    """What the tables do not say."""
+    starved = [name for line in body["layers"] if line["routing"] for name in line["routing"]["starved"]]
+    lines = []
+    if starved:
+        shown = ", ".join(starved[:names_shown])
+        more = f" and {len(starved) - names_shown} more" if names_shown and len(starved) > names_shown else ""
+        few = f"fewer than {body['starved_below']} fit tokens"
+        lines.append(f"{counted(len(starved), 'expert')} with {few}: {shown}{more}")
+    if body["unmeasured"]:
+        lines.append(
+            f"{counted(body['unmeasured'], 'packed module')} not looked at: STATS keeps no inputs of theirs "
+            "(attention, MTP layers)"
+        )
+    return [*lines, last_line(body)]
+
+
+def last_line(body: Body) -> str:
+    lines = [line for line in body["layers"] if line["rel_error"]]
+    worst, changed = max(lines, key=lambda line: line["rel_error"], default=None), len(lines)
+    if worst is None:
+        return "output error: none, no layer's output differs"
+    return (
+        f"output error {figure(body['rel_error'])}, the median of {counted(changed, 'layer')}; at most "
+        f"{figure(worst['rel_error'])}, in layer {worst['layer']}"
+    )
+
+
+def fail_over_output_error(ui: Ui, body: Body | None) -> None:
+    """Exit code 1, naming the experts."""
+    if body is None or not body["exceeding"]:
+        return
+    limit = body["max_output_error"]
+    ui.fail(
+        [f"{row['name']}: output error {figure(row['rel_error'])} is above {limit:g}" for row in body["exceeding"]],
+        EXCEEDING_SHOWN,
+    )
+    raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Methods that use STATS: weights of columns, and GPTQ."""
