@@ -1,1 +1,1 @@
-"""Layer-streamed forward passes and the statistics they give (filled by a later issue; see README, Roadmap)."""
+"""What a model does on your data: tokens, the forward pass, and STATS, what its linears saw."""

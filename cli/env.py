@@ -11,7 +11,7 @@ from kizami.cli.command import Command
 from kizami.cli.output import Ui
 
 BASE = ("kizami", "numpy", "numba", "llvmlite", "safetensors", "typer", "rich", "huggingface_hub", "pyyaml")
-OPTIONAL = ("torch", "transformers", "compressed-tensors", "llmcompressor")
+OPTIONAL = ("torch", "transformers", "accelerate", "pyarrow", "compressed-tensors", "llmcompressor")
 
 
 def env(quiet: o.Quiet = False, verbose: o.Verbose = False, json: o.Json = False, debug: o.Debug = False) -> None:

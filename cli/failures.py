@@ -13,7 +13,7 @@ from kizami.formats.errors import KizamiError
 REPORT_BUG = (
     "this is a bug in kizami: run it again with --debug and report the traceback with the output of `kizami env`"
 )
-WRITTEN = {"convert": "OUT", "demo": "DIR", "plan": "FILE", "report": "FILE"}
+WRITTEN = {"calibrate": "STATS", "convert": "OUT", "demo": "DIR", "plan": "FILE", "report": "FILE"}
 TRUE = ("1", "true", "yes", "on", "t", "y")  # as Typer has them
 
 

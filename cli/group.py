@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kizami.cli import check, convert, demo, env, inspect, plan, report, serve, verify
+from kizami.cli import calibrate, check, convert, demo, env, inspect, plan, report, serve, verify
 from kizami.cli.command import examples
 from kizami.cli.help import PlainCommand, PlainGroup
 
@@ -42,6 +42,7 @@ for _command in (
     inspect.COMMAND,
     plan.COMMAND,
     convert.COMMAND,
+    calibrate.COMMAND,
     check.COMMAND,
     verify.COMMAND,
     report.COMMAND,

@@ -1,0 +1,1 @@
+"""Calibration data: files to documents to token ids."""

@@ -1,0 +1,1 @@
+"""The forward pass over calibration tokens, one layer and one expert at a time."""

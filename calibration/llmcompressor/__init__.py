@@ -1,0 +1,1 @@
+"""llm-compressor's GPTQ and AWQ as an engine, for models that fit into memory."""
