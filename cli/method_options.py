@@ -33,8 +33,8 @@ ClipAllowance = Annotated[
     option(
         "--clip-allowance",
         panel=HOW,
-        help="Most a weight may be clipped, in steps, by searches. auto (default): 0.5 for search in groups of "
-        "128, else none.",
+        help="Most a weight may be clipped, in steps, by searches. auto (default): of search 2 in groups of 64 "
+        "and 0.5 in groups of 128, else none.",
     ),
 ]
 

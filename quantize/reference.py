@@ -266,7 +266,7 @@ def shrunk_mean_squares(h: F32, sum_g2: F64, sum_g4: F64, expert: int, *, pooled
         layer = (sum_g2 @ h.astype(np.float64)) / sum_g2.sum()
         near: F64 = (n * own + 4 * layer) / (n + 4)
     else:
-        near = (n * own + 2 * own.mean()) / (n + 2)
+        near = (n * own + 16 * own.mean()) / (n + 16)
     return near
 
 

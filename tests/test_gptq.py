@@ -39,7 +39,7 @@ def loss(w: np.ndarray, codes: np.ndarray, scale: np.ndarray, h: np.ndarray) -> 
     return float(np.einsum("ij,jk,ik->", error, h, error))
 
 
-@pytest.mark.parametrize(("d", "g"), [(32, 32), (128, 64), (160, 32), (384, 128)])
+@pytest.mark.parametrize(("d", "g"), [(32, 32), (128, 64), (160, 32), pytest.param(384, 128, marks=pytest.mark.long)])
 @pytest.mark.parametrize("share", [1.0, 0.4])
 def test_codes_are_those_of_the_plain_loop(d: int, g: int, share: float) -> None:
     """One block, several, and a last one that is not whole. FP32 and FP64 may part where a weight is near a half."""

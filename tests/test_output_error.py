@@ -134,6 +134,7 @@ def test_dense_layer_is_measured_as_one_module(
     assert measured[0].routing is None
 
 
+@pytest.mark.long
 def test_windows_of_tokens_do_not_show(
     converted: Path, demo_stats: Made, measured: dict[int, LayerError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_inputs_that_are_not_finite_are_refused(converted: Path, demo_checkpoint
     assert refused.value.code == "bad_statistics"
 
 
+@pytest.mark.long
 def test_report_shows_outputs_and_fails_over_the_threshold(
     converted: Path, demo_stats: Made, measured: dict[int, LayerError], kizami: Run
 ) -> None:

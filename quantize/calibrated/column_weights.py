@@ -7,7 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 POOLED_TOKENS = 4.0  # gate, up: the layer's mean square counts as this many tokens of the expert (measured, 7.2)
-UNIFORM_TOKENS = 2.0  # down: its inputs are the expert's own neurons, so no other expert tells of them
+# down: its inputs are the expert's own neurons, so no other expert tells of them. 7.2 has 2, from synthetic inputs; on
+# two trained models 2 made `weighted` worse than `search` below 32 tokens, and 16 never (docs/methods.md)
+UNIFORM_TOKENS = 16.0
 UNIT = 1024  # weight of a column of the group's mean
 LARGEST = 1 << 17  # what a column that has a group of 128 to itself weighs
 
