@@ -69,8 +69,8 @@ def calibrate(
         settings = Settings(keep, device, None if dtype == "auto" else dtype, memory)
         tokens = _with_room(checkpoint, tokens, out, keep, 4 if (dtype, device) in FLOAT32 else 2)
         ui.warn(tokens.warnings)  # before the hours of work
-        _run(ui, checkpoint, tokens, out, settings, restart=restart)
-    body = calibrate_body(checkpoint, tokens, out, time.monotonic() - started)
+        needs = _run(ui, checkpoint, tokens, out, settings, restart=restart)
+    body = calibrate_body(checkpoint, tokens, out, time.monotonic() - started) | {"needs": needs}
     if json:
         ui.emit("calibrate", body)
     else:
@@ -81,15 +81,20 @@ def refuse_missing_packages() -> None:
     """KizamiError "missing_package" before anything is read."""
     from importlib.metadata import PackageNotFoundError, version
 
-    problems = []
+    problems: list[str] = []
+    absent: list[str] = []
     for name, least in NEEDED.items():
         try:
             found = version(name)
         except PackageNotFoundError:
-            problems.append(f"{name} is not installed")
+            absent.append(name)
             continue
         if _release(found) < least:
             problems.append(f"{name} {found} is older than {'.'.join(map(str, least))}")
+    if absent:
+        *others, last = absent
+        names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+        problems.append(f"{names} not installed")
     if problems:
         raise KizamiError(", ".join(problems), code="missing_package", hint=INSTALL)
 
@@ -167,16 +172,23 @@ def _with_room(checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, keep: st
 def disk_bytes(config: Mapping[str, Any], tokens: int, held_out: int, keep: str, itemsize: int) -> int:
     """What a run writes, state and result, by the numbers of config.json; those that it lacks count as 0."""
 
-    def number(*names: str) -> int:
-        return next((value for name in names if type(value := config.get(name)) is int and value > 0), 0)
+    # two hidden states, and a product of each expert and the shared one
+    state = tokens * _number(config, "hidden_size") * itemsize * (_number(config, "num_experts_per_tok") + 3)
+    return state + stats_bytes(config, tokens, held_out, keep)
 
-    hidden, layers, inner = (number(key) for key in ("hidden_size", "num_hidden_layers", "moe_intermediate_size"))
-    top_k, experts = number("num_experts_per_tok"), number("n_routed_experts", "num_experts")
+
+def stats_bytes(config: Mapping[str, Any], tokens: int, held_out: int, keep: str) -> int:
+    """Of the result alone."""
+    hidden, layers, inner = (
+        _number(config, key) for key in ("hidden_size", "num_hidden_layers", "moe_intermediate_size")
+    )
+    top_k, experts = _number(config, "num_experts_per_tok"), _number(config, "n_routed_experts", "num_experts")
     kept = {"none": 0, "held-out": held_out, "all": tokens}[keep]
-    state = (
-        tokens * hidden * itemsize * (top_k + 3)
-    )  # two hidden states, and a product of each expert and the shared one
-    return state + layers * (kept * (2 * hidden + 8 * top_k + 1) + 4 * experts * (hidden + inner))
+    return layers * (kept * (2 * hidden + 8 * top_k + 1) + 4 * experts * (hidden + inner))
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    return next((value for name in names if type(value := config.get(name)) is int and value > 0), 0)
 
 
 def _text_config(checkpoint: "Checkpoint") -> Mapping[str, Any]:
@@ -192,14 +204,19 @@ def _vocabulary(checkpoint: "Checkpoint") -> int:
     return size
 
 
-def _run(ui: Ui, checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, settings: Any, *, restart: bool) -> None:
+def _run(
+    ui: Ui, checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, settings: Any, *, restart: bool
+) -> dict[str, int] | None:
+    """What it said that it takes; None where all was done before."""
     from kizami.cli.calibrate_watch import CalibrationWatch
     from kizami.formats.statistics import MANIFEST
 
     with STOP.held():
         from kizami.calibration.forward.run import run_calibration
 
-    watch = CalibrationWatch(ui)
+    held_out = len(tokens.held_out) * tokens.seq_len
+    foretold = stats_bytes(_text_config(checkpoint), tokens.ids.size, held_out, settings.keep)
+    watch = CalibrationWatch(ui, tokens.sequences, foretold)
     before = (out / MANIFEST).exists()
 
     def interrupted() -> str:
@@ -211,6 +228,7 @@ def _run(ui: Ui, checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, settin
     with watch:
         run_calibration(checkpoint, tokens, out, settings, watch, restart=restart)
     STOP.complete = str(out)
+    return watch.needs
 
 
 COMMAND = Command(

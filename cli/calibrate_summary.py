@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kizami.cli.output import Ui, counted, duration, exact, gib
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from kizami.formats.statistics import LayerStatistics, Statistics
 
 STARVED = 16  # fit tokens; fewer say nothing about the channels of an expert
+SERVED = {"none": ("weighted",), "held-out": ("weighted", "report"), "all": ("weighted", "gptq", "report")}
 NAMES_SHOWN = 5
 
 
@@ -20,6 +22,7 @@ def calibrate_body(checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, seco
     """Shares are from 0 to 1, counts of tokens are of fit tokens, sizes whole numbers of bytes."""
     from kizami.formats.families import find_family
     from kizami.formats.statistics import Statistics
+    from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT
 
     statistics = Statistics.open(out)
     family, _ = find_family(checkpoint.config, checkpoint.tensors)
@@ -30,7 +33,8 @@ def calibrate_body(checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, seco
         for name, place in places.items()
         if place.layer is not None and place.role == "routed_expert"
     }
-    hungry = list(_hungry(layers, stems))
+    hungry = list(_hungry(layers, stems, STARVED, "n"))
+    undecided = list(_hungry(layers, stems, FEWEST_HELD_OUT, "n_held_out")) if statistics.keep == "all" else []
     mix = asdict(tokens.mix) | {"scripts": dict(tokens.mix.scripts)}
     return {
         "out": str(out),
@@ -51,7 +55,11 @@ def calibrate_body(checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, seco
             "starved_below": STARVED,
             "starved": [name for name, n in hungry if n],
             "unused": [name for name, n in hungry if not n],
+            "few_held_out_below": FEWEST_HELD_OUT,
+            "few_held_out": [name for name, _ in undecided],
         },
+        "serves": list(SERVED[statistics.keep if tokens.held_out else "none"]),
+        "notes": list(statistics.manifest["notes"]),
         "kv": list(_ranges(layers)),
         "seconds": seconds,
         "bytes_read": sum(
@@ -72,19 +80,21 @@ def _layer(layer: "LayerStatistics") -> dict[str, Any]:
         "layer": layer.layer,
         "experts": len(counts),
         "min": counts[0],
-        "median": counts[len(counts) // 2],
+        "median": float(median(counts)),
         "max": counts[-1],
         "starved": sum(0 < n < STARVED for n in counts),
         "unused": counts.count(0),
     }
 
 
-def _hungry(layers: list["LayerStatistics"], stems: Mapping[int, str]) -> Iterator[tuple[str, int]]:
-    """Experts with fewer than STARVED fit tokens, and how many."""
+def _hungry(
+    layers: list["LayerStatistics"], stems: Mapping[int, str], below: int, key: str
+) -> Iterator[tuple[str, int]]:
+    """Experts with fewer than `below` tokens, and how many. key: which ones count, n or n_held_out."""
     for layer in layers:
         if layer.experts is not None:
-            for expert, n in enumerate(layer.experts.n.tolist()):
-                if n < STARVED:
+            for expert, n in enumerate(getattr(layer.experts, key).tolist()):
+                if n < below:
                     yield f"{stems.get(layer.layer, f'layers.{layer.layer}.mlp.experts')}.{expert}", n
 
 
@@ -119,8 +129,8 @@ def show_calibrate(ui: Ui, body: dict[str, Any]) -> None:
         "them held out"
     )
     ui.table(
-        ("data", ">documents", ">tokens"),
-        [(source["name"], f"{source['documents']:,}", f"{source['tokens']:,}") for source in tokens["sources"]],
+        ("data", ">pieces", ">tokens"),
+        [(source["name"], f"{source['pieces']:,}", f"{source['tokens']:,}") for source in tokens["sources"]],
     )
     ui.say()
     ui.prose(_mix_line(tokens["mix"]))
@@ -129,7 +139,7 @@ def show_calibrate(ui: Ui, body: dict[str, Any]) -> None:
         ui.table(
             ("layer", ">experts", ">min", ">median", ">max", f">under {STARVED}", ">none"),
             [
-                (str(line["layer"]), *(f"{line[key]:,}" for key in _COUNTS))
+                (str(line["layer"]), *(f"{line[key]:,.0f}" for key in _COUNTS))
                 for line in body["layers"]
                 if line["experts"]
             ],
@@ -137,6 +147,23 @@ def show_calibrate(ui: Ui, body: dict[str, Any]) -> None:
         ui.say()
         ui.prose(_names("experts without a token", experts["unused"]))
         ui.prose(_names(f"experts with fewer than {STARVED} tokens", experts["starved"]))
+        if experts["few_held_out"]:
+            what = f"experts with fewer than {experts['few_held_out_below']} held-out tokens"
+            ui.prose(_names(what, experts["few_held_out"]))
+            ui.prose("gptq falls back to weighted there: more --samples (and data for them) help")
+    if ui.verbose:
+        _show_kv(ui, body)
+    ui.say()
+    for note in body["notes"]:
+        ui.prose(note)
+    ui.say(f"weights read {exact(body['bytes_read'])}, {duration(body['seconds'])}")
+    ui.say(serves_words(body["serves"]))
+    hungry = len(experts["unused"]) + len(experts["starved"])
+    few = f"{hungry:,} of {counted(experts['count'], 'expert')} with fewer than {STARVED} tokens"
+    ui.result(f"{gib(body['stats_bytes'])} of statistics, {few}")
+
+
+def _show_kv(ui: Ui, body: dict[str, Any]) -> None:
     ui.heading("what goes into the KV cache, largest of all layers")
     ui.table(
         ("", ">amax", "in layer", ">99.99 % below", ">rms", ">first token"),
@@ -145,11 +172,15 @@ def show_calibrate(ui: Ui, body: dict[str, Any]) -> None:
             for kv in body["kv"]
         ],
     )
-    ui.say()
-    ui.say(f"weights read {exact(body['bytes_read'])}, {duration(body['seconds'])}")
-    hungry = len(experts["unused"]) + len(experts["starved"])
-    few = f"{hungry:,} of {counted(experts['count'], 'expert')} with fewer than {STARVED} tokens"
-    ui.result(f"{gib(body['stats_bytes'])} of statistics, {few}")
+
+
+def serves_words(methods: list[str]) -> str:
+    """`serves weighted and report; not gptq, which needs --keep all`."""
+    if "gptq" in methods:
+        return "serves weighted, gptq and report"
+    if "report" in methods:
+        return "serves weighted and report; not gptq, which needs --keep all"
+    return "serves weighted; not report, which needs --keep held-out, and not gptq, which needs --keep all"
 
 
 _COUNTS = ("experts", "min", "median", "max", "starved", "unused")

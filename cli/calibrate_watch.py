@@ -1,6 +1,7 @@
 """Progress of a calibration: a bar on a terminal, one plain line per layer anywhere else, both on stderr."""
 
 import time
+from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,12 @@ _SHARES = {"embedding": 0.0, "attention": 0.2, "routing": 0.05, "experts": 0.7, 
 
 
 class CalibrationWatch:
-    """Listens to `run_calibration`; `done` and `of` are what an interrupted run has to say."""
+    """Listens to `run_calibration`; `done` and `of` are what an interrupted run has to say. sequences: of the data;
+    stats_bytes: of the result, foretold. needs: what the run takes, once it has started."""
 
-    def __init__(self, ui: Ui) -> None:
+    def __init__(self, ui: Ui, sequences: int = 1, stats_bytes: int = 0) -> None:
+        self._sequences, self._stats_bytes = sequences, stats_bytes
+        self.needs: dict[str, int] | None = None
         self.ui, self.done, self.of = ui, 0, 0
         self._first = 0
         self._within = 0.0  # of the layer that is worked on
@@ -58,7 +62,7 @@ class CalibrationWatch:
                 shares = list(_SHARES)
                 before = sum(_SHARES[phase] for phase in shares[: shares.index(event.phase)])
                 self._within = before + _SHARES[event.phase] * event.done / event.total
-                self._show(f"layer {event.layer + 1}/{self.of}  {event.phase} {event.done:,}/{event.total:,}")
+                self._show(f"{_place(event.layer, self.of)}  {event.phase} {event.done:,}/{event.total:,}")
             case LayerDone():
                 self._layer(event)
 
@@ -67,10 +71,15 @@ class CalibrationWatch:
         self._started = self._layer_began = time.monotonic()
         if event.first:
             self._tell(f"resumed: {event.first} of {event.layers} layers were done")
+        memory = event.chunks.needed
+        self.needs = {"scratch_bytes": event.disk, "stats_bytes": self._stats_bytes, "memory_bytes": memory}
+        self._tell(
+            f"{self._sequences:,} x {event.tokens // self._sequences:,} tokens: {gib(event.disk)} of scratch, about "
+            f"{gib(self._stats_bytes)} of STATS, {gib(memory)} of memory"
+        )
         if self.ui.verbose:
-            at_once = f"{event.chunks.tokens:,} tokens and {event.chunks.queries:,} queries at once"
-            self._tell(f"{gib(event.disk)} of state until the end; {at_once}")
-        self._show(f"layer {min(event.first + 1, event.layers)}/{event.layers}")
+            self._tell(f"{event.chunks.tokens:,} tokens and {event.chunks.queries:,} queries at once")
+        self._show(_place(min(event.first, event.layers - 1), event.layers))
 
     def _layer(self, event: "LayerDone") -> None:
         self.done, self._within = event.layer + 1, 0.0
@@ -78,7 +87,7 @@ class CalibrationWatch:
         if self._bar is None or self.ui.verbose:  # on a terminal the bar says it all
             self._tell(layer_line(event, self.of, now - self._layer_began, self.eta()))
         self._layer_began = now
-        self._show(f"layer {min(self.done + 1, self.of)}/{self.of}")
+        self._show(_place(min(self.done, self.of - 1), self.of))
 
     def eta(self) -> float:
         """Seconds, as if all layers took the same: layers of an earlier run cost nothing now."""
@@ -101,13 +110,16 @@ class CalibrationWatch:
             self.ui.progress(line)
 
 
+def _place(layer: int, of: int) -> str:
+    return f"layer {layer} ({layer + 1} of {of})"
+
+
 def layer_line(event: "LayerDone", of: int, seconds: float, eta: float) -> str:
-    """`layer 5/61  384 experts, tokens min 0 median 4,812 max 20,431  2m03s  eta 1h52m`."""
+    """`layer 4 (5 of 61)  384 experts, tokens min 0 median 4,812 max 20,431  2m03s  eta 1h52m`."""
     counts = event.tokens_per_expert
-    parts = [f"layer {event.layer + 1}/{of}"]
+    parts = [_place(event.layer, of)]
     if counts:
-        middle = counts[len(counts) // 2]
-        parts.append(f"{len(counts)} experts, tokens min {counts[0]:,} median {middle:,} max {counts[-1]:,}")
+        parts.append(f"{len(counts)} experts, tokens min {counts[0]:,} median {median(counts):,.0f} max {counts[-1]:,}")
     else:
         parts.append("dense")
     if event.bad:

@@ -11,6 +11,7 @@ from kizami.cli import engine as e
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
+from kizami.cli.method_words import method_body, method_lines, show_fallbacks, some
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
 from kizami.cli.stop import STOP
 from kizami.formats.errors import KizamiError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from kizami.formats.statistics import Statistics
     from kizami.quantize.plan import Plan
 
-SIDE_FILES_SHOWN = 8
 OVER_SHOWN = 5
 
 NewFolder = Annotated[
@@ -100,10 +100,13 @@ def convert(
     )
     over = exceeding(out, max_rel_error)
     if json:
-        ui.emit("convert", body | {"max_rel_error": max_rel_error, "exceeding": over})
+        from kizami.quantize.report import threshold_hint
+
+        hint = threshold_hint(body["method"]) if over else None
+        ui.emit("convert", body | {"max_rel_error": max_rel_error, "exceeding": over, "hint": hint})
     else:
         show_convert(ui, body)
-    fail_over_threshold(ui, over, max_rel_error)
+    fail_over_threshold(ui, over, max_rel_error, body["method"])
 
 
 def _refuse_unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int | None, *, allowed: bool) -> None:
@@ -238,7 +241,6 @@ def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
         pooled_error,
         read_report,
         role_summaries,
-        weighted_error,
         worst_tensors,
     )
 
@@ -259,7 +261,7 @@ def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
         ],
         "has_negative_scales": manifest["has_negative_scales"],
         "rel_error": pooled_error(measured(rows)),
-        "weighted_rel_error": weighted_error(rows),
+        **method_body(rows),
         "worst": {"name": worst[0]["name"], "rel_error": worst[0]["rel_error"]} if worst else None,
         "roles": [asdict(line) for line in role_summaries(rows)],
         "seconds": seconds,
@@ -276,12 +278,12 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
         _show_every_tensor(ui, Path(body["out"]))
     side = body["side_files"]
     ui.say()
-    ui.prose(f"copied beside the weights: {_some(side['copied'])}")
+    ui.prose(f"copied beside the weights: {some(side['copied'])}")
     ui.prose(f"not copied: {_left(side['left'])}")
     if body["worst"]:
         ui.prose(f"worst tensor: {body['worst']['name']}, relative error {body['worst']['rel_error']:.4f}")
-    if body["weighted_rel_error"] is not None:
-        ui.prose(weighted_words(body))
+    for line in method_lines(body):
+        ui.prose(line)
     show_fallbacks(ui, body["fallbacks"], body["method"])
     if body["has_negative_scales"]:
         ui.prose("some scales are negative (--scale-sign positive avoids them, at a cost in accuracy)")
@@ -291,23 +293,6 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     error = "" if body["rel_error"] is None else f", relative error {body['rel_error']:.4f}"
     ratio = relative_size(output["bytes"], source["bytes"])
     ui.result(f"{gib(output['bytes'])}, {ratio}, {output['bits_per_weight']:.2f} bits per weight{error}")
-
-
-def weighted_words(body: dict[str, Any]) -> str:
-    """Why the relative error is above that of `search`."""
-    return (
-        f"relative error {body['weighted_rel_error']:.4f} where each weight counts as its input is loud, which "
-        f"{body['method']} makes small; {figure(body['rel_error'])} where all count alike"
-    )
-
-
-def show_fallbacks(ui: Ui, fallbacks: list[dict[str, str]], method: str) -> None:
-    """`search in place of weighted: 3 modules, STATS has nothing on this module (model.layers.5..., ...)`."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for entry in fallbacks:
-        kinds.setdefault((entry.get("method", "search"), entry["reason"]), []).append(entry["name"])
-    for (used, reason), names in kinds.items():
-        ui.prose(f"{used} in place of {method}: {counted(len(names), 'module')}, {reason} ({_some(names)})")
 
 
 def _show_every_tensor(ui: Ui, out: Path) -> None:
@@ -348,12 +333,7 @@ def _left(left: list[dict[str, str]]) -> str:
     rewritten += reasons.pop("rewritten", [])
     parts = [f"{counted(len(weights), 'weight file')} (converted)"] if weights else []
     parts += [f"{' and '.join(rewritten)} (rewritten)"] if rewritten else []
-    return ", ".join([*parts, *(f"{_some(names)} ({reason})" for reason, names in reasons.items())]) or "nothing"
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:SIDE_FILES_SHOWN]) or "nothing"
-    return shown if len(names) <= SIDE_FILES_SHOWN else f"{shown} and {len(names) - SIDE_FILES_SHOWN} more"
+    return ", ".join([*parts, *(f"{some(names)} ({reason})" for reason, names in reasons.items())]) or "nothing"
 
 
 def exceeding(out: Path, max_rel_error: float | None) -> list[dict[str, Any]]:
@@ -366,12 +346,16 @@ def exceeding(out: Path, max_rel_error: float | None) -> list[dict[str, Any]]:
     return [{"name": row["name"], "rel_error": row["rel_error"]} for row in rows]
 
 
-def fail_over_threshold(ui: Ui, over: list[dict[str, Any]], max_rel_error: float | None) -> None:
+def fail_over_threshold(ui: Ui, over: list[dict[str, Any]], max_rel_error: float | None, method: str) -> None:
     """Exit code 1, naming the tensors."""
+    from kizami.quantize.report import threshold_hint
+
     if not over:
         return
     lines = [f"{row['name']}: relative error {row['rel_error']:.4f} is above {max_rel_error:g}" for row in over]
     ui.fail(lines, OVER_SHOWN)
+    if (hint := threshold_hint(method)) is not None:
+        ui.fail([hint])
     raise typer.Exit(1)
 
 
@@ -381,6 +365,7 @@ COMMAND = Command(
     (
         "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/",
         "kizami convert zai-org/GLM-5.2-FP8 out/ --group-size 128 --rest fp8 --tp 8",
+        "kizami convert src/ out/ --method weighted --stats stats/",
         "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
         "kizami convert small/ out/ --engine llmcompressor --method gptq --data chats.jsonl",
     ),

@@ -54,7 +54,7 @@ SeqLen = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    o.option("--seed", panel=PANEL, metavar="N", min=0, max=1 << 62, help="Which documents, and in which order."),
+    o.option("--seed", panel=PANEL, metavar="N", min=0, max=(1 << 32) - 1, help="Which documents, and in which order."),
 ]
 TokenizerFolder = Annotated[
     str | None,

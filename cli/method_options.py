@@ -17,7 +17,10 @@ AllowanceName = Literal["auto", "0.5", "0.75", "1", "2", "none"]
 MethodOption = Annotated[
     MethodChoice,
     option(
-        "--method", panel=HOW, help="How scales and codes are chosen: search (default), weighted, gptq, minmax, signed."
+        "--method",
+        panel=HOW,
+        help="How scales and codes are chosen: search (default), weighted, gptq, minmax, signed; awq: only with "
+        "--engine llmcompressor.",
     ),
 ]
 StatsOption = Annotated[

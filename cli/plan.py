@@ -146,7 +146,7 @@ def fallbacks_of(plan: "Plan", checkpoint: "Checkpoint", statistics: "Statistics
     from kizami.formats.fingerprint import sample_contents
     from kizami.quantize.calibrated.statistics import check_source, check_statistics
 
-    check_source(statistics, sample_contents(checkpoint))
+    check_source(statistics, checkpoint, sample_contents(checkpoint))
     found = check_statistics(plan, statistics)
     return [{"name": fallback.module, "reason": fallback.reason, "method": "search"} for fallback in found]
 
@@ -259,7 +259,7 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     guess = body["estimate"]
     ui.say()
     if body["fallbacks"]:
-        from kizami.cli.convert import show_fallbacks
+        from kizami.cli.method_words import show_fallbacks
 
         show_fallbacks(ui, body["fallbacks"], plan.method.name)
     ui.pairs([
@@ -322,6 +322,7 @@ COMMAND = Command(
     (
         "kizami plan GLM-5.2-FP8/",
         "kizami plan zai-org/GLM-5.2-FP8 --group-size 128 --tp 8",
+        "kizami plan GLM-5.2-FP8/ --method weighted --stats stats/",
         r"kizami plan GLM-5.2-FP8/ --ignore 're:.*\.layers\.3\..*' -o plan.json",
     ),
 )

@@ -10,7 +10,8 @@ import typer
 from kizami.cli import options as o
 from kizami.cli import report_outputs as outputs
 from kizami.cli.command import Command
-from kizami.cli.convert import fail_over_threshold, show_roles, weighted_words
+from kizami.cli.convert import fail_over_threshold, show_roles
+from kizami.cli.method_words import method_body, method_lines
 from kizami.cli.output import Ui, counted, figure, gib, plain_table
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError, printable
@@ -66,7 +67,7 @@ def report(
     else:
         show_report(ui, body)
     outputs.fail_over_output_error(ui, body["outputs"])
-    fail_over_threshold(ui, body["exceeding"], max_rel_error)
+    fail_over_threshold(ui, body["exceeding"], max_rel_error, body["method"])
 
 
 def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict[str, Any]:
@@ -78,7 +79,6 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
         pooled_error,
         read_report,
         role_summaries,
-        weighted_error,
         worst_tensors,
     )
 
@@ -94,7 +94,7 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
         "output": manifest["output"],
         "packed_modules": len(packed),
         "rel_error": pooled_error(packed),
-        "weighted_rel_error": weighted_error(packed),
+        **method_body(packed),
         "roles": [asdict(line) for line in role_summaries(rows)],
         "layers": [asdict(line) for line in layer_summaries(rows)],
         "worst": worst_tensors(rows, len(packed) if top is None else top),
@@ -166,11 +166,15 @@ def show_report(ui: Ui, body: dict[str, Any]) -> None:
         ui.table([WORST_COLUMNS[i] for i in chosen], [[row[i] for i in chosen] for row in _worst_rows(body)])
     if body["outputs"]:
         outputs.show_outputs(ui, body["outputs"])
-    if body["weighted_rel_error"] is not None:
-        ui.prose(weighted_words(body))
+    for line in method_lines(body):
+        ui.prose(line)
     ui.warn(body["warnings"])
     ui.say()
-    ui.result(_last(body))
+    if body["outputs"]:
+        ui.say(_last(body))
+        ui.result(outputs.last_line(body["outputs"]))
+    else:
+        ui.result(_last(body))
 
 
 def markdown(body: dict[str, Any]) -> list[str]:
@@ -199,9 +203,9 @@ def markdown(body: dict[str, Any]) -> list[str]:
             lines += ["", "## Worst modules by output", ""]
             lines += _md_table(outputs.MODULE_COLUMNS, outputs.module_rows(found))
         lines += [line for note in outputs.notes(found, outputs.STARVED_SHOWN) for line in ("", _cell(note))]
-    if body["weighted_rel_error"] is not None:
-        lines += ["", _cell(weighted_words(body))]
-    return [*lines, "", _last(body)]
+    lines += [text for line in method_lines(body) for text in ("", _cell(line))]
+    ends = [_last(body), *([outputs.last_line(found)] if found else [])]
+    return [*lines, *(line for end in ends for line in ("", end))]
 
 
 def _md_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -52,43 +52,65 @@ def outputs_body(ui: Ui, out: Path, stats: Path, against: str, top: int | None, 
     from kizami.cli.source import open_source
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
-    from kizami.quantize.manifest import read_manifest
-    from kizami.quantize.output_error import STARVED, OutputErrors, median_error, worst_modules
+    from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT
+    from kizami.quantize.manifest import method_of, read_manifest
+    from kizami.quantize.output_error import (
+        STARVED,
+        OutputErrors,
+        median_error,
+        unsure_modules,
+        worst_modules,
+    )
 
-    statistics = Statistics.open(stats)
-    errors = OutputErrors(Checkpoint.open(out), read_manifest(out), open_source(against), statistics)
+    statistics, manifest, source = Statistics.open(stats), read_manifest(out), open_source(against)
+    if source.root.resolve() == out.resolve():
+        raise KizamiError(
+            "--against wants the source, and this is OUT itself",
+            code="other_source",
+            file=against,
+            hint="name the checkpoint that OUT was made of",
+        )
+    errors = OutputErrors(Checkpoint.open(out), manifest, source, statistics)
     layers = []
     for done, layer in enumerate(errors.each(), 1):
         layers.append(layer)
-        ui.progress(f"layer {layer.layer} ({done} of {len(errors.layers)}): output error {figure(layer.rel_error)}")
+        ui.progress(f"layer {layer.layer} ({done} of {len(errors.layers)}): output error {_error(layer.rel_error)}")
     worst = worst_modules(layers)
     over = [module for module in worst if max_output_error is not None and (module.rel_error or 0) > max_output_error]
-    unmeasured = errors.unmeasured
+    unmeasured, unsure = errors.unmeasured, unsure_modules(layers)
+    chosen_by = method_of(manifest).stats if manifest["method"] == "gptq" else None
     return {
         "stats_sha256": statistics.sha256,
         "rel_error": median_error(layers),
-        "layers": [_layer(asdict(layer)) for layer in layers],
+        "layers": [_layer(asdict(layer), FEWEST_HELD_OUT) for layer in layers],
         "worst": [asdict(module) for module in worst[:top]],
         "modules": len(worst),
         "starved_below": STARVED,
         "unmeasured": len(unmeasured),
+        "few_tokens_below": FEWEST_HELD_OUT,
+        "few_tokens": [module.name for module in unsure],
+        "chose_codes": chosen_by == statistics.sha256,
         "max_output_error": max_output_error,
         "exceeding": [{"name": module.name, "rel_error": module.rel_error} for module in over],
     }
 
 
-def _layer(line: Body) -> Body:
-    """Without its modules, but for the worst."""
-    modules = [module for module in line.pop("modules") if module["rel_error"]]
+def _layer(line: Body, fewest: int) -> Body:
+    """Without its modules, but for the worst of those with `fewest` tokens."""
+    modules = [m for m in line.pop("modules") if m["rel_error"] and m["tokens"] >= fewest]
     worst = max(modules, key=lambda module: module["rel_error"], default=None)
     return line | {"worst": worst and {key: worst[key] for key in ("name", "rel_error")}}
+
+
+def _error(rel_error: float | None) -> str:
+    return figure(rel_error) if rel_error else "none"
 
 
 def layer_rows(body: Body) -> list[tuple[str, ...]]:
     return [
         (
             str(line["layer"]),
-            figure(line["rel_error"]),
+            figure(line["rel_error"] or None),
             figure(line["sqnr_db"], 2),
             f"{line['tokens']:,}",
             *_routing(line["routing"]),
@@ -136,7 +158,12 @@ def notes(body: Body, names_shown: int | None) -> list[str]:
             f"{counted(body['unmeasured'], 'packed module')} not looked at: STATS keeps no inputs of theirs "
             "(attention, MTP layers)"
         )
-    return [*lines, last_line(body)]
+    if body["few_tokens"]:
+        few = f"too few tokens, under {body['few_tokens_below']} held out, to tell"
+        lines.append(f"{counted(len(body['few_tokens']), 'module')} with {few}: in no list of the worst")
+    if body["chose_codes"]:
+        lines.append("these held-out tokens also chose between gptq's codes and weighted's: its error looks smaller")
+    return lines
 
 
 def last_line(body: Body) -> str:

@@ -141,6 +141,16 @@ def compared_tensors(out: Path) -> int:
     return sum(count for action, count in counts.items() if action != "drop")
 
 
+def threshold_hint_of(out: Path, found: "Verification") -> str | None:
+    """What is to be known of a threshold that is not met."""
+    from kizami.quantize.manifest import read_manifest
+    from kizami.quantize.report import threshold_hint
+
+    if all(problem.code != "max_rel_error" for problem in found.problems):
+        return None
+    return threshold_hint(read_manifest(out)["method"])  # read without a fault: else there would be no such problem
+
+
 def verify_body(out: Path, found: "Verification", sampled_from: int | None = None) -> dict[str, Any]:
     return {
         "out": str(out),
@@ -154,16 +164,20 @@ def verify_body(out: Path, found: "Verification", sampled_from: int | None = Non
         "tensors": found.tensors,
         "max_rel_error": found.max_rel_error,
         "worst": found.worst,
+        "hint": threshold_hint_of(out, found),
     }
 
 
 def show_verify(ui: Ui, out: Path, found: "Verification", sampled_from: int | None = None) -> None:
-    from kizami.quantize.verify import SOURCE
+    from kizami.quantize.verify import SOURCE, STATISTICS
 
     compared = found.checked.get(SOURCE)
     if found.files:
         ui.say(f"{out}: {counted(found.files, 'file')} hashed")
     for what, count in found.checked.items():
+        if what == STATISTICS:
+            ui.say(f"statistics: {counted(count, 'module')} held to them")
+            continue
         ui.say(f"checked {what}: {count:,}{UNITS.get(what, '')}")
     for what in found.skipped:
         ui.note(f"not checked, because files differ: {what}")
@@ -172,6 +186,8 @@ def show_verify(ui: Ui, out: Path, found: "Verification", sampled_from: int | No
     over = [f"{problem.tensor}: {problem.message}" for problem in found.problems if problem.code == "max_rel_error"]
     ui.fail([_line(problem) for problem in found.problems if problem.code != "max_rel_error"], PROBLEMS_SHOWN)
     ui.fail(over, THRESHOLD_SHOWN)
+    if (hint := threshold_hint_of(out, found)) is not None:
+        ui.fail([hint])
     if found.worst is not None and found.max_rel_error is not None:
         by = " (as the run recorded it)" if compared is None or sampled_from else ""
         ui.prose(f"worst tensor: {found.worst}, relative error {found.max_rel_error:.4f}{by}")
@@ -202,6 +218,7 @@ COMMAND = Command(
     (
         "kizami verify GLM-5.2-INT4/",
         "kizami verify GLM-5.2-INT4/ --against GLM-5.2-FP8/ --max-rel-error 0.12",
+        "kizami verify out/ --against src/ --stats stats/",
         "kizami verify out/ --against src/ --sample 500 --json",
     ),
 )

@@ -5,6 +5,7 @@ import os
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.files import open_regular, read_exactly
+from kizami.formats.run_log import canonical
 
 PAGES = 32  # per file, evenly spread, the last bytes among them: 20 MB for 160 shards
 PAGE_BYTES = 4096
@@ -16,6 +17,11 @@ def sample_contents(checkpoint: Checkpoint) -> dict[str, str]:
     A single changed byte is seen only by luck: `verify --against` is for that. KizamiError as files.open_regular.
     """
     return {name: _sample(checkpoint, name) for name in checkpoint.headers}
+
+
+def config_sha256(checkpoint: Checkpoint) -> str:
+    """Of the config's values; spelling and order of its keys do not matter."""
+    return hashlib.sha256(canonical(checkpoint.config).encode()).hexdigest()
 
 
 def _sample(checkpoint: Checkpoint, name: str) -> str:

@@ -261,7 +261,10 @@ def _errors(facts: CardFacts) -> list[str]:
         f"| {'exact' if row.sqnr_db is None else format(row.sqnr_db, '.2f')} |"
         for row in facts.errors
     ]
-    return [*lines, "", "Per tensor: `kizami-report.jsonl`. Weight error is not task quality.", ""]
+    lines += ["", "Per tensor: `kizami-report.jsonl`. Weight error is not task quality."]
+    if facts.calibrated:
+        lines.append("A calibrated method makes outputs more exact and single weights less, on purpose.")
+    return [*lines, ""]
 
 
 def _verify(facts: CardFacts) -> list[str]:

@@ -8,9 +8,10 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 
 
-def check_apart(checkpoint: Checkpoint, place: Path) -> None:
+def check_apart(checkpoint: Checkpoint, place: Path, out: str = "OUT") -> None:
     """By device and inode, which sees through links, bind mounts and letters whose case does not count. A source's
-    files may be links: the folders that they lie in count as the source, too."""
+    files may be links: the folders that they lie in count as the source, too. out: the
+    help's word for the place."""
     real = Path(os.path.realpath(place))  # resolve() raises on link loops
     sources = {Path(os.path.realpath(checkpoint.path(file))).parent for file in checkpoint.headers}
     sources.add(Path(os.path.realpath(checkpoint.root)))
@@ -18,7 +19,7 @@ def check_apart(checkpoint: Checkpoint, place: Path) -> None:
     above = {_identity(path) for path in real.parents} - {None}
     if _identity(real) in around or above & {_identity(source) for source in sources}:
         raise KizamiError(
-            "OUT (or OUT.partial, where the work is done) and SRC are one folder or lie in each other",
+            f"{out} (or {out}.partial, where the work is done) and SRC are one folder or lie in each other",
             code="out_in_source",
             file=str(place),
         )

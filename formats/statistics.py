@@ -30,6 +30,7 @@ from kizami.formats.tensors import TensorInfo
 MANIFEST = "kizami-stats.json"
 SCHEMA = "kizami.stats/1"
 MAX_MANIFEST_BYTES = 4 << 20  # 62 layers take 30 kB
+MAX_TOKENS = 1 << 40
 KV_FIGURES = ("amax", "rms", "p9999", "first_token_amax")
 
 Keep = Literal["none", "held-out", "all"]
@@ -52,10 +53,15 @@ class ExpertStatistics:
     n_held_out: NDArray[np.int64]  # [E]
 
     @property
+    def count(self) -> int:
+        return len(self.n)
+
+    @property
     def effective_n(self) -> NDArray[np.float64]:
         """[E] how many tokens of equal weight count as much: (sum g^2)^2 / sum g^4."""
         n: NDArray[np.float64] = np.zeros_like(self.sum_g2)
-        np.divide(self.sum_g2**2, self.sum_g4, out=n, where=self.sum_g4 > 0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.divide(self.sum_g2**2, self.sum_g4, out=n, where=self.sum_g4 > 0)
         return n
 
     @property
@@ -82,6 +88,10 @@ class KvRange:
     rms: float
     p9999: float
     first_token_amax: float
+
+    @property
+    def channels(self) -> tuple[NDArray[np.float32], ...]:
+        return self.channel_amax, self.channel_mean, self.channel_std
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,16 +196,41 @@ class Statistics:
         infos, fd = self._open(file)
         try:
             _check_shapes(infos, {"x": "BF16", "experts": "I32", "gates": "F32", "held_out": "U8"}, file)
-            tokens = infos["x"].shape[0]
-            if any(info.shape[:1] != (tokens,) for info in infos.values()) or len(infos["x"].shape) != 2:
-                raise _bad("its tensors are of different numbers of tokens", file)
+            ndims = {"x": 2, "experts": 2, "gates": 2, "held_out": 1}
+            if any(len(info.shape) != ndims[name] for name, info in infos.items()):
+                raise _bad(f"has shapes {[list(info.shape) for info in infos.values()]}", file)
+            if len({info.shape[0] for info in infos.values()}) != 1 or not infos["x"].shape[1]:
+                raise _bad("its tensors are of different numbers of tokens, or x has no width", file)
             experts, gates, held_out = (_read(fd, infos[name], file) for name in ("experts", "gates", "held_out"))
-            if experts.shape != gates.shape or experts.ndim != 2:
-                raise _bad(f"experts {experts.shape} and gates {gates.shape}, expected one shape [tokens, k]", file)
-            return LayerInputs(fd, file, infos["x"], experts, gates, held_out.astype(bool))
+            inputs = LayerInputs(fd, file, infos["x"], experts, gates, held_out.astype(bool))
+            self._check_inputs(inputs, self.layer(layer), file)
+            return inputs
         except BaseException:
             os.close(fd)
             raise
+
+    def _check_inputs(self, inputs: LayerInputs, layer: LayerStatistics, file: str) -> None:
+        """Against the layer's own statistics, which are of the same tokens."""
+        experts, gates, held_out, tokens = inputs.experts, inputs.gates, inputs.held_out, self.manifest["tokens"]
+        count = 0 if layer.experts is None else layer.experts.count
+        if experts.shape != gates.shape or (experts.shape[1] > 0) != (count > 0):
+            raise _bad(f"experts {list(experts.shape)}, gates {list(gates.shape)} of {count} experts", file)
+        if ((experts < 0) | (experts >= count)).any() or (np.diff(np.sort(experts, axis=1), axis=1) == 0).any():
+            raise _bad(f"expert ids of a token are not different numbers from 0 to {count - 1}", file)
+        if (gates < 0).any():
+            raise _bad("has negative gate weights", file)
+        if layer.experts is not None:
+            if inputs.shape[1] != layer.experts.h_x.shape[1]:
+                raise _bad(f"x is {inputs.shape[1]} wide, the statistics are of {layer.experts.h_x.shape[1]}", file)
+            seen = np.bincount(experts[held_out].reshape(-1), minlength=count)
+            if (seen < layer.experts.n_held_out).any():
+                raise _bad("has fewer held-out tokens of an expert than the layer's statistics", file)
+        sequences, seq_len, ids = tokens.get("sequences"), tokens.get("seq_len"), tokens.get("held_out")
+        if type(sequences) is int and type(seq_len) is int and isinstance(ids, list):
+            kept = seq_len * (sequences if self.keep == "all" else len(ids))
+            if (len(held_out), int(held_out.sum())) != (kept, seq_len * len(ids)):
+                found = f"{len(held_out)} tokens, {int(held_out.sum())} of them held out"
+                raise _bad(f"has {found}, expected {kept} and {seq_len * len(ids)}", file)
 
     def _open(self, file: str) -> tuple[dict[str, TensorInfo], int]:
         record = self.manifest["files"].get(file)
@@ -236,14 +271,16 @@ def _decode_layer(layer: int, tensors: dict[str, Array], file: str) -> LayerStat
     experts = {name.removeprefix("experts."): t for name, t in tensors.items() if name.startswith("experts.")}
     linears = {name.removeprefix("linear."): t for name, t in tensors.items() if name.startswith("linear.")}
     kv = sorted({name.split(".")[1] for name in tensors if name.startswith("kv.")})
-    if experts and (experts.keys() != EXPERT_DTYPES.keys() or len({len(t) for t in experts.values()}) != 1):
-        raise _bad("experts' tensors are missing, or of different numbers of experts", file)
+    if experts and experts.keys() != EXPERT_DTYPES.keys():
+        raise _bad(f"has {', '.join(map(printable, experts))} of experts, expected {', '.join(EXPERT_DTYPES)}", file)
     ndims = {"h_x": 2, "h_a": 2}
     for name, t in experts.items():
         if t.dtype != NUMPY_OF[EXPERT_DTYPES[name]] or t.ndim != ndims.get(name, 1) or (t < 0).any():
             raise _bad(
                 f"experts.{name} is {t.dtype} {list(t.shape)}, expected {EXPERT_DTYPES[name]}, not negative", file
             )
+    if len({len(t) for t in experts.values()}) > 1:
+        raise _bad("experts' tensors are of different numbers of experts", file)
     for name, t in linears.items():
         if t.dtype != np.float32 or t.ndim != 1 or (t < 0).any():
             raise _bad(f"linear.{printable(name)} is {t.dtype} {list(t.shape)}, expected F32 [K], not negative", file)
@@ -253,7 +290,46 @@ def _decode_layer(layer: int, tensors: dict[str, Array], file: str) -> LayerStat
         if channels is None or figures is None or channels.shape[:1] != (3,) or figures.shape != (len(KV_FIGURES),):
             raise _bad(f"kv.{printable(what)} is not channels [3, C] and figures [{len(KV_FIGURES)}]", file)
         ranges[what] = KvRange(*channels, *(float(f) for f in figures))
-    return LayerStatistics(layer, ExpertStatistics(**experts) if experts else None, linears, ranges)
+    made = LayerStatistics(layer, ExpertStatistics(**experts) if experts else None, linears, ranges)
+    if (fault := find_fault(made)) is not None:
+        raise _bad(fault, file)
+    return made
+
+
+def find_fault(layer: LayerStatistics) -> str | None:
+    """What makes the numbers of a layer impossible, if anything does: for the writer before they are written, too."""
+    with np.errstate(over="ignore"):  # a sum may be beyond float32, which is what is asked
+        for module, h in layer.linears.items():
+            if not _is_mean_square(h):
+                return f"mean squares of the inputs of {printable(module)} are not finite, or negative"
+        for what, kv in layer.kv.items():
+            figures = np.array([kv.amax, kv.rms, kv.p9999, kv.first_token_amax])
+            if not all(np.isfinite(x).all() for x in (figures, *kv.channels)):
+                return f"the range of {printable(what)} is not finite"
+        return None if layer.experts is None else _fault_of_experts(layer.experts)
+
+
+def _fault_of_experts(experts: ExpertStatistics) -> str | None:
+    for name in ("h_x", "h_a"):
+        for expert, h in enumerate(getattr(experts, name)):
+            if not _is_mean_square(h):
+                return f"{name} of expert {expert} has numbers that are not finite, or negative"
+    if (experts.n < 0).any() or (experts.n_held_out < 0).any() or int(experts.n.max(initial=0)) > MAX_TOKENS:
+        return f"numbers of tokens are not from 0 to {MAX_TOKENS}"
+    # (sum g^2)^2 is between sum g^4 and n times that, whatever the gates g
+    least, effective = np.where(experts.n > 0, 1.0, 0.0), experts.effective_n
+    odd = ~(np.isfinite(effective) & (effective >= least * (1 - 1e-9)) & (effective <= experts.n * (1 + 1e-9)))
+    if odd.any():
+        e = int(odd.argmax())
+        return (
+            f"expert {e} has sums of squared and 4th powers of gate weights {experts.sum_g2[e]:g} and "
+            f"{experts.sum_g4[e]:g}, which {int(experts.n[e])} tokens cannot have"
+        )
+    return None
+
+
+def _is_mean_square(h: Array) -> bool:
+    return bool(np.isfinite(h.astype(np.float32)).all() and (h >= 0).all())
 
 
 def _check_shapes(infos: Mapping[str, TensorInfo], dtypes: Mapping[str, str], file: str) -> None:
@@ -276,6 +352,7 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
         and isinstance(manifest.get("tokens"), dict)
         and isinstance(layers, list)
         and all(type(layer) is int and 0 <= layer < 100_000 for layer in layers)
+        and sorted(set(layers)) == layers
         and isinstance(files, dict)
         and all(isinstance(record, dict) and isinstance(record.get("sha256"), str) for record in files.values())
     )

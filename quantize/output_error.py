@@ -20,8 +20,8 @@ from kizami.formats.families import Role
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
 from kizami.formats.statistics import LayerInputs, Statistics
-from kizami.quantize.calibrated.solver import MLP_ROLES, PARTS, check_activation, source_weight
-from kizami.quantize.calibrated.statistics import check_source
+from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT, MLP_ROLES, PARTS, check_activation, source_weight
+from kizami.quantize.calibrated.statistics import check_source, find_fallbacks
 from kizami.quantize.decode import float32_weight, int4_weight, packed_of
 from kizami.quantize.manifest import MANIFEST, method_of, policy_of
 from kizami.quantize.plan import Plan, Step
@@ -110,7 +110,7 @@ class OutputErrors:
         self, out: Checkpoint, manifest: Mapping[str, Any], source: Checkpoint, statistics: Statistics
     ) -> None:
         contents = sample_contents(source)
-        check_source(statistics, contents)
+        check_source(statistics, source, contents)
         self._plan = build_plan(source, policy_of(dict(manifest)), method_of(dict(manifest)))
         if contents != manifest["source_contents"] or self._plan.hash != manifest["plan_hash"]:
             raise KizamiError(
@@ -126,6 +126,14 @@ class OutputErrors:
                 file=str(statistics.root),
                 hint="run kizami calibrate with --keep held-out",
             )
+        if not statistics.manifest["tokens"].get("held_out"):
+            raise KizamiError(
+                "no tokens were held out, so nothing can be measured",
+                code="missing_inputs",
+                file=str(statistics.root),
+                hint="run kizami calibrate with more --samples: one sequence of ten is held out, of two or more",
+            )
+        find_fallbacks(self._plan, statistics)  # refuses STATS without a layer that they should have
         text = source.config.get("text_config")
         check_activation(text if isinstance(text, dict) else source.config)
         self._out, self._source, self._statistics = out, source, statistics
@@ -289,9 +297,18 @@ def _parent(mlp: Mapping[str, Step]) -> str:
 
 
 def worst_modules(layers: Iterable[LayerError]) -> list[ModuleError]:
-    """Of all layers, the largest error first; those without a token, or without an error, are not among them."""
-    found = [module for layer in layers for module in layer.modules if module.rel_error]
+    """Of all layers, the largest error first; those without an error are not among them, nor `unsure_modules`."""
+    found = [module for layer in layers for module in layer.modules if module.rel_error and not is_unsure(module)]
     return sorted(found, key=lambda module: (-(module.rel_error or 0.0), module.layer, module.name))
+
+
+def unsure_modules(layers: Iterable[LayerError]) -> list[ModuleError]:
+    """Those of too few held-out tokens: the error of a handful is noise."""
+    return [module for layer in layers for module in layer.modules if is_unsure(module)]
+
+
+def is_unsure(module: ModuleError) -> bool:
+    return module.tokens < FEWEST_HELD_OUT
 
 
 def median_error(layers: Iterable[LayerError]) -> float | None:

@@ -89,7 +89,7 @@ def run(
     partial = check_place(checkpoint, out)
     contents = sample_contents(checkpoint)
     if statistics is not None:
-        check_source(statistics, contents)
+        check_source(statistics, checkpoint, contents)
         check_statistics(plan, statistics)
     check_device(plan, device)
     make_folders_durably(partial)

@@ -57,10 +57,18 @@ def build_plan(
             *warn(steps, policy),
             *_layout_notes(checkpoint, policy, steps),
             *([METHOD_NOTES[method.name]] if method.name in METHOD_NOTES else []),
+            *_unused_method(method, steps),
             *checkpoint.notes,
         ),
         calibration=None if calibration is None else dict(calibration),
     )
+
+
+def _unused_method(method: Method, steps: list[Step]) -> Iterator[str]:
+    """Whoever names a method expects it to do something."""
+    if method.name != Method().name and not any(step.action == "quantize" for step in steps):
+        given = " and --stats have" if method.name in CALIBRATED else " has"
+        yield f"no weight is rounded to INT4 here: --method {method.name}{given} no effect"
 
 
 def check_settings(policy: Policy, method: Method) -> None:
@@ -92,10 +100,11 @@ def check_settings(policy: Policy, method: Method) -> None:
 def check_statistics_option(name: MethodName, given: bool) -> None:
     """KizamiError unless statistics are given to the methods that need them, and to no other."""
     if name in CALIBRATED and not given:
+        keep = "--keep all " if name == "gptq" else ""
         raise KizamiError(
             f"--method {name} needs --stats",
             code="bad_option",
-            hint="kizami calibrate SRC --data FILE -o STATS makes them; --method search needs none",
+            hint=f"kizami calibrate SRC --data FILE {keep}-o STATS makes them; --method search needs none",
         )
     if given and name not in CALIBRATED:
         raise KizamiError(

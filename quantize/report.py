@@ -14,10 +14,12 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.files import resolve_inside
 from kizami.formats.run_log import canonical
 from kizami.quantize.manifest import REPORT
+from kizami.quantize.settings import CALIBRATED, GIVEN
 
 Row = dict[str, Any]
 MAX_REPORT_BYTES = 256 << 20  # Kimi-K2's has 70 MB; it is held in memory
 MAX_LINE_BYTES = 1 << 16  # a row takes 1 kB, with the longest names that a header may have 6 kB; longer lines are cut
+FEW_TOKENS = 32  # of an expert, below which only shrunk statistics never did harm (docs/methods.md)
 ROW_CRC32 = "row_crc32"  # of the row's own line, without this key: tells which row is damaged
 
 
@@ -38,6 +40,16 @@ class RoleSummary:
     max_rel_error: float | None
     sqnr_db: float | None
     worst: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GptqSummary:
+    """modules: with statistics. chosen: how many have GPTQ's codes. loss_ratio: sum of their squared output errors on
+    held-out tokens over that of weighted's codes for them; None if nothing was chosen."""
+
+    modules: int
+    chosen: int
+    loss_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,8 @@ def _is_row(row: Row) -> bool:
     shown = all(row.get(key) is None or not isinstance(row[key], str) for key in _SHOWN)
     words = words and all(isinstance(row.get(key), str | None) for key in ("method", "fallback", "gptq_reason"))
     measured = measured and _is_figure(row.get("weighted_rel_error", 0))
+    measured = measured and all(row.get(key) is None or _is_figure(row[key]) for key in ("loss_gptq", "loss_weighted"))
+    measured = measured and (row.get("tokens") is None or type(row["tokens"]) is int)
     plain = all(key in ("crc32", "shape") or _is_plain(value) for key, value in row.items())
     return words and counts and measured and shown and plain
 
@@ -166,6 +180,30 @@ def weighted_error(rows: Iterable[Row]) -> float | None:
     """Root mean square of the modules' weighted_rel_error, whose weights have no common unit; None without any."""
     squares = [row["weighted_rel_error"] ** 2 for row in rows if "weighted_rel_error" in row]
     return sqrt(fsum(squares) / len(squares)) if squares else None
+
+
+def gptq_summary(rows: Iterable[Row]) -> GptqSummary | None:
+    """None without a module that GPTQ was tried on, or could not be."""
+    decided = [row for row in rows if "gptq_reason" in row]
+    chosen = [row for row in decided if row.get("method") == "gptq"]
+    ours, theirs = (fsum(row.get(key) or 0 for row in chosen) for key in ("loss_gptq", "loss_weighted"))
+    return GptqSummary(len(decided), len(chosen), ours / theirs if theirs else None) if decided else None
+
+
+def experts_of_few_tokens(rows: Iterable[Row]) -> dict[str, int]:
+    """Name -> fit tokens of the experts whose statistics are shrunk most; those that no token reached have none."""
+    tokens = {row["name"].rpartition(".")[0]: row.get("tokens") or 0 for row in rows if row["role"] == "routed_expert"}
+    return {name: count for name, count in tokens.items() if 0 < count < FEW_TOKENS}
+
+
+def threshold_hint(method: str) -> str | None:
+    """What a limit on the errors of weights has to do with methods that look at outputs."""
+    if method not in (*CALIBRATED, *GIVEN):
+        return None
+    return (
+        f"{method} makes outputs more exact and weights less, on purpose: kizami report OUT --stats STATS --against "
+        "SRC --max-output-error X holds the outputs to a limit"
+    )
 
 
 def role_summaries(rows: Sequence[Row]) -> list[RoleSummary]:

@@ -17,6 +17,7 @@ from kizami.formats.statistics import Statistics
 from kizami.quantize.executor import available_cores
 from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, policy_of, read_manifest
 from kizami.quantize.report import Row, over_threshold, read_report, worst_tensors
+from kizami.quantize.verification.calibrated import require_statistics_of
 from kizami.quantize.verification.config import check_config
 from kizami.quantize.verification.damage import locate_damage
 from kizami.quantize.verification.files import Problem, check_files
@@ -49,6 +50,7 @@ class Verification:
 
 
 STRUCTURE, SCALES, SOURCE = "structure", "scales", "tensors against the source"
+STATISTICS = "modules against their statistics"
 
 
 def verify(
@@ -65,7 +67,8 @@ def verify(
 
     sample: with `against`, recompute only every n-th tensor, so that about `sample` of them are seen.
     statistics: with `against`, those that a calibrated method used.
-    Raises KizamiError only where nothing can be checked at all (no folder, no manifest).
+    Raises KizamiError only where nothing can be checked at all (no folder, no manifest), or where the statistics are
+    those of something else.
     """
     if not out.is_dir():
         raise KizamiError("is not a folder", code="not_found", file=str(out), hint="give the OUT of kizami convert")
@@ -78,6 +81,8 @@ def verify(
         if e.code == "no_manifest":
             return _verify_foreign(out, e, against, workers)
         return Verification((_problem(e),), skipped=(STRUCTURE, SCALES, *([SOURCE] if against else [])))
+    if statistics is not None:
+        require_statistics_of(manifest, statistics)
     problems, notes = check_files(out, manifest, workers)
     changed = [problem.file for problem in problems if problem.code == "changed_file" and problem.file]
     problems += locate_damage(out, changed, [shard["file"] for shard in manifest["shards"]])
@@ -157,6 +162,7 @@ def _check_contents(
         problems += found.problems
         notes = found.notes
         checked[SOURCE] = found.tensors
+        checked |= {STATISTICS: found.held} if statistics is not None else {}
     return Verification(tuple(problems), checked, notes=notes, tensors=len(checkpoint.tensors))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import find_encoded_weights
-from kizami.formats.fingerprint import sample_contents
+from kizami.formats.fingerprint import config_sha256, sample_contents
 from kizami.formats.reader import TensorReader
 from kizami.formats.statistics import ExpertStatistics, LayerStatistics
 from kizami.formats.statistics_writer import InputsWriter, write_layer, write_manifest
@@ -123,11 +123,18 @@ def make_stats(
         change(i, data)
         for written in (write_layer(folder, statistics(made, i, 0 if dense else experts)), *inputs(made, i, keep)):
             files[written.file] = written
-    contents, settings = {"contents": sample_contents(checkpoint)}, {"keep": keep}
+    contents = {"contents": sample_contents(checkpoint), "config": config_sha256(checkpoint)}
+    settings = {"keep": keep}
     write_manifest(
         folder,
         contents,
-        {"sequences": tokens // SEQUENCE, "seq_len": SEQUENCE, "sha256": "0" * 64, "sources": []},
+        {
+            "sequences": tokens // SEQUENCE,
+            "seq_len": SEQUENCE,
+            "sha256": "0" * 64,
+            "sources": [],
+            "held_out": list(range(3, tokens // SEQUENCE, 4)),
+        },
         settings,
         {},
         sorted(layers),
@@ -156,8 +163,8 @@ def statistics(made: Made, i: int, experts: int) -> LayerStatistics:
         x, g = made.input_of(module, held_out=False)
         g2 = np.square(g.astype(np.float64))
         total = (np.square(x.astype(np.float64)) * g2[:, None]).sum(axis=0)
-        with np.errstate(over="ignore"):  # a test gives inputs that overflow
-            return (total / g2.sum() if g2.sum() else total).astype(np.float32)
+        mean = total / g2.sum() if g2.sum() else total
+        return np.minimum(mean, np.finfo(np.float32).max).astype(np.float32)  # a test gives inputs that overflow
 
     alone = prefix if not experts else f"{prefix}.shared_experts"
     linears = {f"{alone}.{part}": moments(f"{alone}.{part}") for part in PARTS}

@@ -7,7 +7,7 @@ import numpy as np
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.families import Role
-from kizami.formats.fingerprint import sample_contents
+from kizami.formats.fingerprint import config_sha256, sample_contents
 from kizami.formats.statistics import ExpertStatistics, LayerStatistics, Statistics, layer_file
 from kizami.formats.statistics_writer import write_layer, write_manifest
 from kizami.quantize.plan import Step
@@ -39,7 +39,8 @@ def make_statistics(source: Path, folder: Path, *, starved: int = 0, seed: int =
         files[layer_file(number)] = write_layer(folder, LayerStatistics(number, experts, linears))
     contents = changes.get("contents", sample_contents(checkpoint))
     tokens, keep = changes.get("tokens", TOKENS), changes.get("keep", "none")
-    write_manifest(folder, {"contents": contents}, tokens, {"keep": keep}, {"kizami": "0"}, kept, files, [])
+    source = {"contents": contents, "config": changes.get("config", config_sha256(checkpoint))}
+    write_manifest(folder, source, tokens, {"keep": keep}, {"kizami": "0"}, kept, files, [])
     return Statistics.open(folder)
 
 

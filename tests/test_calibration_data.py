@@ -99,7 +99,8 @@ def test_the_same_data_and_seed_give_the_same_ids_in_every_version(tokenizer: To
     first, second = write("a.txt", prose(80, 1)), write("b.md", prose(80, 2))
     made = packed(tokenizer, first, second)
     assert made.sha256 == "65e3145c3168269f8b42a2e630eb493d21a45cf94cd3867732a20c5f2b06f5ce"
-    assert packed(tokenizer, second, first).sha256 == made.sha256
+    turned = packed(tokenizer, second, first)
+    assert (turned.sha256, turned.sources, turned.mix) == (made.sha256, made.sources, made.mix)
     assert packed(tokenizer, first, second, seed=1).sha256 != made.sha256
 
 
@@ -126,17 +127,20 @@ def test_another_seed_holds_out_other_sequences() -> None:
 def test_sources_are_used_in_proportion_to_their_size(tokenizer: Tokenizer, write: Write) -> None:
     small, large = write("small.txt", prose(100, 1)), write("large.txt", prose(300, 2))
     made = packed(tokenizer, small, large, samples=60, seq_len=32)
-    share = made.sources[0].tokens / made.ids.size
+    assert [source.name for source in made.sources] == ["large.txt", "small.txt"]
+    share = made.sources[1].tokens / made.ids.size
     assert 0.15 < share < 0.35
     assert sum(source.tokens for source in made.sources) == made.ids.size == 60 * 32
 
 
 def test_a_file_that_is_given_twice_is_used_once(tokenizer: Tokenizer, write: Write) -> None:
     first = write("a.txt", prose(40))
-    made = packed(tokenizer, first, write("b.txt", prose(40)))
-    assert made.sha256 == packed(tokenizer, first).sha256
-    assert [source.name for source in made.sources] == ["a.txt"]
-    assert "used once" in made.warnings[0]
+    second = write("b.txt", prose(40))
+    for order in ((first, second), (second, first)):
+        made = packed(tokenizer, *order)
+        assert made.sha256 == packed(tokenizer, first).sha256
+        assert [source.name for source in made.sources] == ["a.txt"]
+        assert "used once" in made.warnings[0]
 
 
 def test_too_few_tokens_make_fewer_sequences_and_a_warning_with_numbers(tokenizer: Tokenizer, write: Write) -> None:
@@ -290,6 +294,16 @@ def test_bad_data_is_refused_with_file_and_line(write: Write, name: str, content
     error = refused(lambda: open_data(path, 64))
     assert error.file == f"{path}{where}"
     assert said in error.message
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_first_of_many_bad_lines_is_named(tokenizer: Tokenizer, write: Write, seed: int) -> None:
+    """The demo has no chat template: each chat is refused, and they come in shuffled order."""
+    fine = write("a.jsonl", "".join(json.dumps({"text": f"tide {i}"}) + "\n" for i in range(90)))
+    chats = "".join(json.dumps({"messages": [{"role": "user", "content": f"tide {i}"}]}) + "\n" for i in range(90))
+    mixed = write("b.jsonl", json.dumps({"text": "tide"}) + "\n\n" + chats)
+    error = refused(lambda: packed(tokenizer, fine, mixed, seed=seed))
+    assert (error.code, error.file) == ("no_template", f"{mixed} line 3")
 
 
 def test_a_huge_line_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,22 @@ def test_yarn_and_scale_are_those_of_the_published_config() -> None:
         ({"rope_scaling": {"type": "bogus"}}, "bad_config", "RotaryEmbedding cannot be built"),
         ({"hidden_size": 512}, "shape_mismatch", "expected [512, 512]"),
         ({"num_hidden_layers": 90_000}, "missing_tensor", "is in no file"),
+        ({"n_group": None}, "bad_config", "n_group is null"),
+        ({"topk_group": None}, "bad_config", "topk_group is null"),
+        ({"n_shared_experts": None}, "bad_config", "n_shared_experts"),
+        ({"moe_intermediate_size": 0}, "bad_config", "moe_intermediate_size is 0"),
+        ({"qk_rope_head_dim": 0}, "bad_config", "qk_rope_head_dim is 0"),
+        ({"head_dim": 0}, "bad_config", "head_dim 0: 128 channels would be rotated, expected 64"),
+        ({"head_dim": 32}, "bad_config", "head_dim 32: 32 channels"),
+        ({"index_topk": 1}, "bad_config", "index_topk is 1"),
+        ({"routed_scaling_factor": float("inf")}, "bad_config", "routed_scaling_factor is inf"),
+        ({"routed_scaling_factor": 1e308}, "bad_config", "routed_scaling_factor is 1e+308"),
+        (
+            {"n_shared_experts": 0},
+            "unused_tensor",
+            "layers.1.mlp.shared_experts.down_proj.weight: is in the checkpoint",
+        ),
+        ({"num_hidden_layers": 1}, "unused_tensor", "num_hidden_layers is 1, and this is no MTP layer"),
     ],
 )
 def test_a_config_that_cannot_be_run_is_refused(change: dict[str, Any], code: str, said: str, source: Path) -> None:
@@ -91,6 +107,54 @@ def test_a_config_that_cannot_be_run_is_refused(change: dict[str, Any], code: st
     error = refusal(replace(checkpoint, config=checkpoint.config | change))
     assert error.code == code, error
     assert said in str(error)
+
+
+def test_heads_of_no_width_are_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(fp8_model("glm4_moe", tmp_path / "src"))
+    error = refusal(replace(checkpoint, config=checkpoint.config | {"head_dim": 0}))
+    assert (error.code, error.file) == ("bad_config", "config.json")
+    assert "head_dim is 0" in error.message
+
+
+def test_what_torch_and_transformers_think_of_a_config_is_not_printed(
+    source: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    checkpoint = Checkpoint.open(source)
+    odd = {"n_shared_experts": 0, "rope_scaling": {"type": "linear", "factor": 0.5, "strange": 1}}
+    refusal(replace(checkpoint, config=checkpoint.config | odd))
+    assert not capfd.readouterr().err
+    assert not [str(w.message) for w in recwarn.list]
+
+
+def broken(source: Path, out: Path, tensor: str, value: float) -> Checkpoint:
+    tensors = load_tensors(source)
+    tensors[tensor] = torch.full_like(tensors[tensor], value)
+    return Checkpoint.open(write_checkpoint(out, tensors, read_config(source)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mlp.experts.3.up_proj.weight_scale_inv", 1e18, "h_a of expert 3"),
+        ("mlp.experts.3.up_proj.weight_scale_inv", 5e35, "mlp.experts.3: products of"),
+        ("mlp.shared_experts.up_proj.weight_scale_inv", 1e20, "mlp.shared_experts.down_proj are not finite"),
+        ("mlp.gate.weight", -1e4, "mlp.gate: weights of the router of"),
+        ("self_attn.kv_b_proj.weight_scale_inv", 1e26, "self_attn.o_proj are not finite"),
+    ],
+)
+def test_numbers_beyond_float32_are_refused_by_the_name_of_the_module(
+    name: str, value: float, said: str, source: Path, tmp_path: Path
+) -> None:
+    """Also in the last layer, behind which nobody reads them."""
+    tokens = random_tokens(source, 4, 32)
+    checkpoint = broken(source, tmp_path / "src", f"model.layers.1.{name}", value)
+    with pytest.raises(KizamiError) as refused:
+        run_calibration(checkpoint, tokens, tmp_path / "stats", Settings())
+    assert refused.value.code == "non_finite"
+    assert said in str(refused.value), str(refused.value)
+    assert "model.layers.1" in str(refused.value)
+    assert not (tmp_path / "stats").exists()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +220,8 @@ def test_hidden_states_that_are_not_finite_are_counted_and_too_many_end_the_run(
         with pytest.raises(KizamiError) as refused:
             run_calibration(Checkpoint.open(folder), tokens, tmp_path / "stats", Settings())
         assert refused.value.code == "non_finite"
-        assert "behind layer 0 the hidden states of 60 of 400 tokens" in refused.value.message
+        assert "products of 60 of 400 tokens are not finite" in refused.value.message
+        assert refused.value.tensor == "model.layers.0.mlp"
         return
     run_calibration(Checkpoint.open(folder), tokens, tmp_path / "stats", Settings(keep="all"))
     found = Statistics.open(tmp_path / "stats")

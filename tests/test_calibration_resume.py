@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -349,7 +350,10 @@ def test_the_room_is_reserved_before_the_first_number(
     with pytest.raises(KizamiError) as refused:
         run_calibration(Checkpoint.open(source), tokens, tmp_path / "stats", SETTINGS, seen.append)
     assert refused.value.code == "io_error"
-    assert "cannot reserve" in refused.value.message
+    assert "of the run's state" in refused.value.message
+    assert refused.value.file == "stats.partial/.kizami/x"
+    total = sum(event.disk for event in seen if isinstance(event, Started))
+    assert f"keeps {total:,} bytes in stats.partial" in str(refused.value.hint)
     assert [type(event) for event in seen] == [Started]
     state = tmp_path / "stats.partial" / ".kizami"
     assert {path.name for path in state.iterdir() if path.stat().st_size > 4095} == set()
@@ -388,15 +392,59 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_journal_line_that_was_cut_never_happened(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "stats.partial", {"a": 1})
+    journal = Journal(tmp_path / "stats.partial", {"a": 1}, {})
     journal.progress(0, 3, 7, None)
     journal.commit(0, [], 0)
     journal.progress(1, 1, 2, "sums-4.safetensors")
     journal.close()
     path = tmp_path / "stats.partial" / ".kizami" / "journal.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
-    again = Journal(tmp_path / "stats.partial", {"a": 1})
+    again = Journal(tmp_path / "stats.partial", {"a": 1}, {})
     again.close()
     assert again.cursor is None
     assert again.committed == {0: []}
     assert path.read_bytes().endswith(b"\n")
+
+
+def change_a_weight(folder: Path) -> str:
+    """In the middle of the largest file, where no sample is taken; its size is the same."""
+    path = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path.name
+
+
+def test_a_source_that_changed_since_is_refused_until_restart(
+    source: Path, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "sample_contents", lambda checkpoint: {})  # no sample sees the change
+    lines_every(monkeypatch, 0.0)
+    folder = Path(shutil.copytree(source, tmp_path / "src"))
+    end_after(folder, tokens, tmp_path / "stats", 20)
+    name = change_a_weight(folder)
+    with pytest.raises(KizamiError) as refused:
+        run_calibration(Checkpoint.open(folder), tokens, tmp_path / "stats", SETTINGS)
+    assert (refused.value.code, refused.value.file) == ("source_changed", name)
+    assert "--restart" in str(refused.value.hint)
+    run_calibration(Checkpoint.open(folder), tokens, tmp_path / "stats", SETTINGS, restart=True)
+    calibrate(folder, tokens, tmp_path / "fresh", SETTINGS)
+    assert hashes(tmp_path / "stats") == hashes(tmp_path / "fresh")
+
+
+def test_a_source_that_changes_during_a_run_ends_it(
+    source: Path, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "sample_contents", lambda checkpoint: {})
+    folder, seen = Path(shutil.copytree(source, tmp_path / "src")), []
+
+    def change(event: object) -> None:
+        if isinstance(event, Progress) and not seen:
+            seen.append(change_a_weight(folder))
+
+    with pytest.raises(KizamiError) as refused:
+        run_calibration(Checkpoint.open(folder), tokens, tmp_path / "stats", SETTINGS, change)
+    assert (refused.value.code, refused.value.file) == ("source_changed", seen[0])
+    with pytest.raises(KizamiError) as again:
+        run_calibration(Checkpoint.open(folder), tokens, tmp_path / "stats", SETTINGS)
+    assert (again.value.code, again.value.file) == ("source_changed", seen[0])

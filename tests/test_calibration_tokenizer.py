@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -401,15 +402,38 @@ def test_most_of_the_sample_is_told_apart(name: str) -> None:
 
 def test_shares_are_of_characters_and_scripts_of_letters_outside_code() -> None:
     text = Document("a", text="")
-    calling = chat(tools=TOOLS)
-    talking = chat([{"role": "user", "content": "hi"}])
+    call = {"function": {"name": "f", "arguments": {}}}
+    calling = chat([{"role": "user", "content": "a" * 50}, {"role": "assistant", "tool_calls": [call]}])
+    talking = chat([{"role": "user", "content": "яя" + "中" * 48}])
     mix = mix_of((text, CODE), (calling, "a" * 50), (talking, "яя" + "中" * 48))
     total = len(CODE) + 100
-    assert (mix.code, mix.chat, mix.tool_calls) == (len(CODE) / total, 100 / total, 50 / total)
+    arguments = 50 * 2 / 52  # `{}`
+    assert mix.code == pytest.approx((len(CODE) + arguments) / total)
+    assert (mix.chat, mix.tool_calls) == (100 / total, 50 / total)
     assert mix.scripts == (("Latin", 0.5), ("Han", 0.48), ("Cyrillic", 0.02))
     assert mix_of((text, f"яя яя\n```c\n{CODE}```\n")).scripts == (("Cyrillic", 1.0),)
     assert mix_of((text, "é" + "ⁿªº𝐀ℝ\ue000" * 3)).scripts == (("Latin", 1.0),)
     assert mix_of((text, "あア中ｱ한")).scripts == (("Kana", 0.6), ("Han", 0.2), ("Hangul", 0.2))
+
+
+TAGS = "<turn>\n<role>{}</role>\n<text>\n{}\n</text>\n</turn>\n"
+
+
+def test_tags_of_the_chat_template_are_no_code() -> None:
+    talk = [{"role": "user", "content": PROSE}, {"role": "assistant", "content": "Да.", "reasoning_content": "Да?"}]
+    rendered = "".join(TAGS.format(m["role"], m["content"]) for m in talk)
+    assert code_characters(rendered) == len(rendered)
+    mix = mix_of(*[(chat(talk), rendered)] * 60)
+    assert (mix.code, mix.chat) == (0.0, 1.0)
+    assert [script for script, _ in mix.scripts] == ["Latin", "Cyrillic"]
+    fenced = chat([{"role": "user", "content": [{"type": "text", "text": f"{PROSE}```c\n{CODE}```\n"}]}])
+    assert 0 < mix_of((fenced, rendered)).code < 0.5
+
+
+def test_the_prose_of_a_long_chat_is_counted_once() -> None:
+    talk = [{"role": "user", "content": "a" * 60}, {"role": "assistant", "content": "я" * 59}]
+    parts = [replace(chat(talk), part=part, parts=3) for part in range(3)]
+    assert mix_of(*((part, "x" * 40) for part in parts)).scripts == (("Latin", 60 / 119), ("Cyrillic", 59 / 119))
 
 
 def test_nothing_has_shares_of_nothing() -> None:

@@ -10,16 +10,21 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from cli_fixtures import Done, Run, files_of, on_terminal, process
 
+from kizami.calibration.forward.journal import check_same
+from kizami.calibration.forward.memory import Chunks
 from kizami.calibration.forward.run import LayerDone, Progress, Started
 from kizami.cli import calibrate, calibrate_watch
+from kizami.cli.calibrate_summary import SERVED, serves_words
 from kizami.cli.calibrate_watch import CalibrationWatch, layer_line
 from kizami.cli.output import Ui
 from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
 from kizami.formats.statistics import Statistics
 
 SMALL = ("--samples", "4", "--seq-len", "64", "--threads", "1")
@@ -52,9 +57,15 @@ def test_the_summary_ends_with_size_and_starved_experts(run: Calibrate, tmp_path
     assert re.search(r"^notes\.txt +\d+ +256$", done.out, re.M)
     assert re.search(r"^code 0%, chats 0%, chats with tool calls 0%; letters outside code: Latin 100%$", done.out, re.M)
     assert re.search(r"^layer +experts +min +median +max +under 16 +none$", done.out, re.M)
-    assert re.search(r"^latent +[\d.]+ +\d +", done.out, re.M)
+    assert "KV cache" not in done.out
+    assert "serves weighted and report; not gptq, which needs --keep all" in lines
+    assert re.search(r"^MTP layers \[5\] were not run", done.out, re.M)
+    assert re.search(r"^data +pieces +tokens$", done.out, re.M)
     assert re.fullmatch(r"[\d.]+ KiB of statistics, \d+ of 64 experts with fewer than 16 tokens", lines[-1])
-    assert [line.split("  ")[0] for line in done.err.splitlines()[1:]] == [f"layer {i}/5" for i in range(1, 6)]
+    needs, *layers = done.err.splitlines()[1:]
+    sizes = r"[\d.]+ [KM]iB of scratch, about [\d.]+ [KM]iB of STATS, [\d.]+ MiB of memory"
+    assert re.fullmatch(f"4 x 64 tokens: {sizes}", needs)
+    assert [line.split("  ")[0] for line in layers] == [f"layer {i} ({i + 1} of 5)" for i in range(5)]
 
 
 def test_json_is_one_object_with_what_stats_says(run: Calibrate, tmp_path: Path, text: Path) -> None:
@@ -81,7 +92,13 @@ def test_json_is_one_object_with_what_stats_says(run: Calibrate, tmp_path: Path,
     assert body["experts"]["count"] == 64
     first = body["layers"][1]
     ordered = sorted(counts[1].n.tolist())  # type: ignore[union-attr]
-    assert (first["min"], first["median"], first["max"]) == (ordered[0], ordered[8], ordered[-1])
+    assert (first["min"], first["median"], first["max"]) == (ordered[0], np.median(ordered), ordered[-1])
+    assert body["needs"]["scratch_bytes"] > 256 * 256 * 4 * 2
+    assert 0.5 < body["needs"]["stats_bytes"] / body["stats_bytes"] < 1
+    assert 420e6 < body["needs"]["memory_bytes"] < 2e9
+    assert body["serves"] == ["weighted", "report"]
+    assert body["experts"]["few_held_out"] == []
+    assert body["notes"] == statistics.manifest["notes"] != []
     assert sum(ordered) == 3 * 64 * 4  # three sequences to fit, four experts each
     latent = next(kv for kv in body["kv"] if kv["what"] == "latent")
     assert latent["amax"] == max(statistics.layer(layer).kv["latent"].amax for layer in statistics.layers)
@@ -99,8 +116,24 @@ def test_quiet_leaves_the_last_line(run: Calibrate, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_verbose_says_what_the_work_takes(run: Calibrate, tmp_path: Path) -> None:
     done = run(tmp_path / "stats", "-v")
-    state = r"^[\d.]+ [KM]iB of state until the end; [\d,]+ tokens and [\d,]+ queries at once$"
-    assert re.search(state, done.err, re.M)
+    assert re.search(r"^[\d,]+ tokens and [\d,]+ queries at once$", done.err, re.M)
+    assert re.search(r"^latent +[\d.]+ +\d +", done.out, re.M)
+
+
+def test_with_all_inputs_the_experts_are_named_that_gptq_leaves_to_weighted(run: Calibrate, tmp_path: Path) -> None:
+    done = run(tmp_path / "stats", "--keep", "all")
+    assert "serves weighted, gptq and report" in done.out.splitlines()
+    statistics = Statistics.open(tmp_path / "stats")
+    experts = [found for layer in statistics.layers if (found := statistics.layer(layer).experts) is not None]
+    few = sum(int((found.n_held_out < 32).sum()) for found in experts)
+    assert few > 0
+    assert f"experts with fewer than 32 held-out tokens: {few} (model.layers.1.mlp.experts." in done.out
+    assert "gptq falls back to weighted there: more --samples" in done.out
+
+
+@pytest.mark.parametrize(("keep", "said"), [("none", "not report, which needs --keep held-out"), ("all", "gptq and")])
+def test_what_stats_serves_is_said(keep: str, said: str) -> None:
+    assert said in serves_words(list(SERVED[keep]))
 
 
 @pytest.mark.long
@@ -189,6 +222,30 @@ def test_a_bad_line_is_named_before_the_work(kizami: Run, demo_checkpoint: Path,
     assert done.code == 2
     assert done.err.endswith(f"kizami: error: {data} line 2: has the keys txt; expected text or messages\n")
     assert not (tmp_path / "stats.partial").exists()
+
+
+def test_stats_in_the_source_are_refused_by_that_name(run: Calibrate, demo_checkpoint: Path) -> None:
+    done = run(demo_checkpoint / "stats")
+    assert done.code == 2
+    assert "STATS (or STATS.partial, where the work is done) and SRC are one folder or lie in each other" in done.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there_has_a_way_out(run: Calibrate, tmp_path: Path) -> None:
+    done = run(tmp_path / "stats", "--device", "cuda", "--json")
+    assert (done.json["error"]["code"], done.json["error"]["hint"]) == ("bad_device", "use --device cpu")
+
+
+def test_missing_packages_are_one_clause(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import metadata
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(KizamiError) as refused:
+        calibrate.refuse_missing_packages()
+    assert refused.value.message == "torch, transformers and accelerate are not installed"
 
 
 def test_output_is_required(kizami: Run, demo_checkpoint: Path) -> None:
@@ -308,8 +365,26 @@ def test_other_data_do_not_resume_a_run(
     assert run(tmp_path / "stats").code == 130
     monkeypatch.setattr(calibrate_watch.CalibrationWatch, "_layer", heard)
     text.write_text(text.read_text() + "More.\n")
-    assert run(tmp_path / "stats", "--json").json["error"]["code"] == "resume_mismatch"
+    error = run(tmp_path / "stats", "--json").json["error"]
+    assert error["code"] == "resume_mismatch"
+    assert re.search(r"\(files\.notes\.txt: \w{12} then, \w{12} now; tokens\.sha256: \w+", error["message"])
     assert run(tmp_path / "stats", "--restart").code == 0
+
+
+def test_other_data_are_told_by_files_and_hashes(tmp_path: Path) -> None:
+    def identity(ids: str, mix: float, **files: str) -> dict[str, object]:
+        sources = [{"name": name, "sha256": sha256 * 32, "pieces": 1, "tokens": 64} for name, sha256 in files.items()]
+        return {"tokens": {"sha256": ids, "sequences": 4, "held_out": [1], "sources": sources, "mix": {"code": mix}}}
+
+    check_same(identity("aa", 0.1, a="01"), identity("aa", 0.1, a="01"), tmp_path)
+    with pytest.raises(KizamiError) as refused:
+        check_same(identity("aa", 0.1, a="01", b="02"), identity("bb", 0.2, a="03", b="02", c="04"), tmp_path)
+    assert refused.value.message.endswith(
+        "(files.a: 010101010101 then, 030303030303 now; files.c: not among the data then, 040404040404 now; "
+        "tokens.sha256: aa then, bb now)"
+    )
+    with pytest.raises(KizamiError, match=r"tokens\.mix\.code: 0\.1 then, 0\.2 now"):
+        check_same(identity("aa", 0.1, a="01"), identity("aa", 0.2, a="01"), tmp_path)
 
 
 @pytest.mark.long
@@ -353,16 +428,16 @@ def test_data_may_come_from_a_pipe(demo_checkpoint: Path, tmp_path: Path, text: 
 def test_a_layers_line_has_counts_time_and_eta() -> None:
     done = LayerDone(4, (0, 3, 4812, 20431), 0)
     assert layer_line(done, 61, 123.4, 6740.0) == (
-        "layer 5/61  4 experts, tokens min 0 median 4,812 max 20,431  2m03s  eta 1h52m"
+        "layer 4 (5 of 61)  4 experts, tokens min 0 median 2,408 max 20,431  2m03s  eta 1h52m"
     )
-    assert layer_line(LayerDone(60, (), 7), 61, 2.0, 0.0) == "layer 61/61  dense  7 tokens not finite  2.0 s"
+    assert layer_line(LayerDone(60, (), 7), 61, 2.0, 0.0) == "layer 60 (61 of 61)  dense  7 tokens not finite  2.0 s"
 
 
 def test_the_eta_counts_only_the_layers_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("kizami.cli.calibrate_watch.time.monotonic", lambda: now[0])
     watch = CalibrationWatch(Ui(quiet=True))
-    chunks: Any = None
+    chunks = Chunks(64, 64, 10**9)
     watch(Started(layers=10, first=6, tokens=256, chunks=chunks, disk=0))
     assert watch.eta() == 0.0
     now[0] += 30.0

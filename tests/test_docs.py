@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from cli_fixtures import Run
 from typer.testing import CliRunner
 
 from kizami.cli.group import app
@@ -124,3 +125,17 @@ def test_exit_codes_in_readme_are_those_of_the_program() -> None:
         program.INTERRUPTED,
         program.TERMINATED,
     }
+
+
+@pytest.mark.parametrize("command", [["convert", "a", "b"], ["calibrate", "a", "-o", "b", "--data", "c"]])
+def test_a_seed_has_the_same_bounds_wherever_it_is_taken(command: list[str], kizami: Run) -> None:
+    assert "-1 is less than 0" in kizami(*command, "--seed", -1).err
+    assert "4294967296 is more than 4294967295" in kizami(*command, "--seed", 1 << 32).err
+    assert "is more than" not in kizami(*command, "--seed", (1 << 32) - 1).err
+
+
+@pytest.mark.parametrize("name", ["convert", "plan"])
+def test_help_says_whose_method_awq_is_and_shows_statistics(name: str) -> None:
+    page = " ".join(CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400"}).output.split())
+    assert "awq: only with --engine llmcompressor." in page
+    assert "--method weighted --stats stats/" in page

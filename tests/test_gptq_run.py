@@ -110,13 +110,29 @@ def test_the_summary_names_what_gptq_did_not_do(demo_stats: Made, tmp_path: Path
     words += tuple(word for target in TARGETS[3:] for word in ("--targets", target))
     done = kizami(*words, "--json", "--workers", 1)
     assert done.json["fallbacks"] == [
-        {"name": TARGETS[3], "reason": "its inputs are not kept", "method": "weighted"},
-        {"name": TARGETS[4], "reason": "STATS has nothing on this module", "method": "search"},
+        {"name": TARGETS[3], "reason": "inputs are not kept", "method": "weighted"},
+        {"name": TARGETS[4], "reason": "layer 5 (MTP: never calibrated)", "method": "search"},
     ]
     shutil.rmtree(tmp_path / "out")
     said = kizami(*words, "--workers", 1).out
-    assert f"weighted in place of gptq: 1 module, its inputs are not kept ({TARGETS[3]})" in said
-    assert f"search in place of gptq: 1 module, STATS has nothing on this module ({TARGETS[4]})" in said
+    assert f"weighted in place of gptq: inputs are not kept: 1 module ({TARGETS[3]})" in said
+    assert f"search in place of gptq: layer 5 (MTP: never calibrated): 1 module ({TARGETS[4]})" in said
+    assert "GPTQ in 0 of 1 calibrated module\n" in said
+    assert "is loud" not in said
+
+
+def test_the_summary_of_gptq_is_the_pooled_loss_on_held_out_tokens(converted: Path, kizami: Run) -> None:
+    chosen = [row for row in rows_of(converted).values() if row["method"] == "gptq"]
+    ratio = sum(row["loss_gptq"] for row in chosen) / sum(row["loss_weighted"] for row in chosen)
+    body = kizami("report", converted, "--json").json["gptq"]
+    assert body == {"modules": 16, "chosen": len(chosen), "loss_ratio": pytest.approx(ratio)}
+    assert 0 < ratio < 1
+    said = kizami("report", converted).out
+    assert (
+        f"GPTQ in {len(chosen)} of 16 calibrated modules; squared output error on held-out tokens {ratio:.2f} of "
+        "weighted's" in said
+    )
+    assert "is loud" not in said
 
 
 def test_rows_say_what_was_seen(converted: Path, demo_stats: Made) -> None:
@@ -132,7 +148,7 @@ def test_rows_say_what_was_seen(converted: Path, demo_stats: Made) -> None:
 def test_what_gptq_cannot_do_is_said(converted: Path) -> None:
     rows = rows_of(converted)
     unseen = rows["model.layers.1.self_attn.o_proj"]
-    assert (unseen["method"], unseen["gptq_reason"]) == ("weighted", "its inputs are not kept")
+    assert (unseen["method"], unseen["gptq_reason"]) == ("weighted", "inputs are not kept")
     starved = rows["model.layers.1.mlp.experts.15.gate_proj"]
     assert (starved["method"], starved["fallback"]) == ("search", "no calibration token reached the expert")
     assert rows["model.layers.5.mlp.experts.0.down_proj"]["method"] == "search"
@@ -292,6 +308,9 @@ def test_inputs_of_all_tokens_are_needed(demo_checkpoint: Path, tmp_path: Path, 
     assert done.code == 2
     assert "holds the inputs of held-out tokens" in done.err
     assert "--keep all" in done.err
+    nothing = make_stats(demo_checkpoint, tmp_path / "none", tokens=100, keep="none", only=(0,))
+    with pytest.raises(KizamiError, match="holds no inputs;"):
+        check_gptq(Statistics.open(nothing.folder), {"hidden_act": "silu"})
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -311,7 +330,7 @@ def test_torch_is_asked_for(demo_stats: Made, tmp_path: Path, kizami: Run, monke
     monkeypatch.setattr(builtins, "__import__", without_torch)
     done = kizami("convert", demo_stats.source, tmp_path / "out", "--method", "gptq", "--stats", demo_stats.folder)
     assert done.code == 2
-    assert "pip install 'kizami[torch]'" in done.err
+    assert "pip install 'kizami[torch]'; --method weighted needs only NumPy\n" in done.err
 
 
 def test_a_device_is_looked_for_before_the_work(demo_stats: Made, tmp_path: Path, kizami: Run) -> None:
@@ -354,7 +373,7 @@ def test_another_activation_is_refused(activation: str | None, demo_stats: Made)
 
 
 def test_the_estimate_counts_the_solves(demo_stats: Made) -> None:
-    """Of one expert and one shared expert, by hand: tokens are 800, and 4 of 16 experts see each."""
+    """Of one expert and one shared expert, by hand: fit tokens are 600, and 4 of 16 experts see each."""
     checkpoint, statistics = Checkpoint.open(demo_stats.source), Statistics.open(demo_stats.folder)
 
     def plan_of(name: MethodName) -> Plan:
@@ -368,7 +387,7 @@ def test_the_estimate_counts_the_solves(demo_stats: Made) -> None:
         return inputs + neurons
 
     gptq, weighted = plan_of("gptq"), plan_of("weighted")
-    assert solve_operations(gptq) == pytest.approx(operations(200) + operations(800))
+    assert solve_operations(gptq) == pytest.approx(operations(150) + operations(600))
     with_solves, without = estimate(gptq, "gptq", 2), estimate(weighted, "weighted", 2)
     assert with_solves.seconds > without.seconds
     assert with_solves.memory_bytes - without.memory_bytes > 300 << 20  # torch

@@ -47,7 +47,7 @@ ASKED_IF_THERE = {
     "calibration/forward/attention.py": {"torch", "transformers"},
     "calibration/forward/experts.py": {"torch"},
     "calibration/forward/layers.py": {"torch"},
-    "calibration/forward/model.py": {"torch"},  # and classes of transformers, by name
+    "calibration/forward/model.py": {"torch", "transformers"},
     "calibration/forward/observers.py": {"torch"},
     "calibration/forward/run.py": {"torch"},
     "calibration/forward/state.py": {"torch"},

@@ -1,7 +1,9 @@
 """The error of a layer's output, against transformers' own modules with weights that the oracle decodes."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ from cli_fixtures import Run
 from gptq_fixtures import Layer, Made, make_stats
 from output_oracle import Folder
 
+from kizami.cli.report_outputs import layer_rows, notes
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.int4_layout import Format
+from kizami.formats.statistics import MANIFEST as STATS_MANIFEST
 from kizami.formats.statistics import Statistics
 from kizami.quantize import output_error, reference
 from kizami.quantize.manifest import read_manifest
-from kizami.quantize.output_error import LayerError, OutputErrors
+from kizami.quantize.output_error import LayerError, ModuleError, OutputErrors
 from kizami.quantize.pipeline import run
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Form, Method, Policy, Rest
@@ -230,7 +234,7 @@ def test_inputs_that_are_not_finite_are_refused(converted: Path, demo_checkpoint
     def spoil(layer: int, data: Layer) -> None:
         data.x[np.flatnonzero(data.held_out)[3], 5] = np.inf
 
-    made = make_stats(demo_checkpoint, tmp_path / "STATS", tokens=400, change=spoil, only=(0,))
+    made = make_stats(demo_checkpoint, tmp_path / "STATS", tokens=400, change=spoil)
     with pytest.raises(KizamiError, match="not finite") as refused:
         next(errors_of(converted, made).each())
     assert refused.value.code == "bad_statistics"
@@ -276,3 +280,70 @@ def test_options_that_belong_together_are_asked_for(
     done = kizami("report", converted, *words)
     assert done.code == 2
     assert missing in done.err
+
+
+def module(name: str, tokens: int, rel_error: float | None) -> ModuleError:
+    return ModuleError(name, 1, 0, tokens, rel_error, None)
+
+
+def test_experts_of_too_few_held_out_tokens_are_in_no_list_of_the_worst() -> None:
+    modules = (module("noise", 31, 0.9), module("none", 0, None), module("less", 32, 0.1), module("worst", 99, 0.2))
+    layer = LayerError(1, 200, 0.15, None, None, modules)
+    assert [m.name for m in output_error.worst_modules([layer])] == ["worst", "less"]
+    assert [m.name for m in output_error.unsure_modules([layer])] == ["noise", "none"]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_last_line_of_a_report_has_the_output_error(
+    quiet: bool, converted: Path, demo_stats: Made, kizami: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OutputErrors, "layers", property(lambda self: [0, 1]))
+    words = ("report", converted, "--stats", demo_stats.folder, "--against", demo_stats.source)
+    done = kizami(*words, "--max-output-error", "0.5", *(("-q",) if quiet else ()))
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert re.fullmatch(r"output error 0\.\d{4}, the median of 2 layers; at most 0\.\d{4}, in layer \d", lines[-1])
+    if quiet:
+        assert len(lines) == 1
+    else:
+        assert lines[-2].startswith("relative error 0.")
+        assert re.search(r"^\d+ modules? with too few tokens, under 32 held out, to tell", done.out, re.M)
+        assert "also chose between gptq's codes" not in done.out
+
+
+def test_a_dense_layer_that_is_passed_on_has_blanks_for_figures() -> None:
+    line = {"layer": 0, "tokens": 26, "rel_error": 0.0, "sqnr_db": None, "routing": None, "worst": None}
+    assert layer_rows({"layers": [line]}) == [("0", "", "", "26", "", "", "", "", "")]
+
+
+def test_the_tokens_that_chose_gptqs_codes_are_named() -> None:
+    body: dict[str, Any] = {"layers": [], "few_tokens": [], "few_tokens_below": 32, "unmeasured": 0}
+    assert notes(body | {"chose_codes": False}, 5) == []
+    (line,) = notes(body | {"chose_codes": True}, 5)
+    assert "these held-out tokens also chose" in line
+
+
+def test_the_output_is_not_its_own_source(converted: Path, demo_stats: Made, kizami: Run) -> None:
+    done = kizami("report", converted, "--stats", demo_stats.folder, "--against", converted)
+    assert done.code == 2
+    assert "--against wants the source" in done.err
+
+
+def test_statistics_without_held_out_tokens_measure_nothing_and_say_so(
+    converted: Path, demo_stats: Made, tmp_path: Path
+) -> None:
+    shutil.copytree(demo_stats.folder, tmp_path / "STATS")
+    path = tmp_path / "STATS" / STATS_MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["tokens"]["held_out"] = []
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(KizamiError, match="no tokens were held out") as refused:
+        errors_of(converted, replace(demo_stats, folder=tmp_path / "STATS"))
+    assert refused.value.code == "missing_inputs"
+
+
+def test_statistics_that_lack_a_layer_are_refused(converted: Path, demo_checkpoint: Path, tmp_path: Path) -> None:
+    made = make_stats(demo_checkpoint, tmp_path / "STATS", tokens=400, only=(0, 1))
+    with pytest.raises(KizamiError, match="nothing in layer 2") as refused:
+        errors_of(converted, made)
+    assert refused.value.code == "stats_mismatch"

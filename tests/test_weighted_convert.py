@@ -15,6 +15,7 @@ from cli_fixtures import Run
 from forging import forge, forge_manifest, forge_rows
 from made_statistics import TOKENS, make_statistics
 
+from kizami.cli.output import counted
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.reader import TensorReader
@@ -22,7 +23,7 @@ from kizami.formats.statistics import Statistics
 from kizami.quantize import reference as ref
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.column_weights import integer_weights
-from kizami.quantize.calibrated.statistics import NO_TOKEN, NOT_SEEN, Calibration, check_statistics, facts_of
+from kizami.quantize.calibrated.statistics import NO_TOKEN, NOT_SEEN, Calibration, check_statistics, facts_of, unseen
 from kizami.quantize.linear import quantize_linear
 from kizami.quantize.manifest import method_of, read_manifest
 from kizami.quantize.pipeline import run
@@ -35,6 +36,7 @@ from kizami.quantize.verification.calibrated import Witness
 from kizami.quantize.verify import verify
 
 EXPERT = "model.layers.1.mlp.experts.3.down_proj"
+MTP = "layer 2 (MTP: never calibrated)"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_every_module_has_the_codes_of_its_own_statistics(
             assert stored(converted, step.module) == (made.packed.tobytes(), made.scale.tobytes()), step.module
             row = rows_of(converted)[step.module]
             assert row["method"] == method.name
-            assert row["fallback"] == (NOT_SEEN if place.in_mtp else None if h is not None else NO_TOKEN)
+            assert row["fallback"] == (unseen(place) if place.in_mtp else None if h is not None else NO_TOKEN)
             assert row["tokens"] == (None if place.in_mtp else int(experts.n[place.expert or 0]))
             assert row.get("weighted_rel_error") == (None if h is None else pytest.approx(made.sums.weighted_rel_error))
             seen[method.name] += 1
@@ -181,17 +183,13 @@ def test_statistics_of_another_checkpoint_are_refused_before_anything_is_written
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_numbers_that_nobody_measures_are_refused_or_kept_finite(
-    source: Checkpoint, tiny_checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize("gates", [1e307, 1e200, 1e-200])
+def test_sums_of_gates_that_no_tokens_have_are_refused(
+    source: Checkpoint, tiny_checkpoint: Path, tmp_path: Path, gates: float
 ) -> None:
-    huge = make_statistics(tiny_checkpoint, tmp_path / "huge", gates=1e307)
-    with pytest.raises(KizamiError, match="too large to be added up"):
-        check_statistics(plan_of(source, huge), huge)
-    large = make_statistics(tiny_checkpoint, tmp_path / "large", gates=1e200)
-    calibration = Calibration(large)
-    for step in plan_of(source, large).packed:
-        h = calibration.columns(step).h
-        assert h is None or np.isfinite(h).all()
+    stats = make_statistics(tiny_checkpoint, tmp_path / "STATS", gates=gates)
+    with pytest.raises(KizamiError, match=r"not finite|cannot have"):
+        check_statistics(plan_of(source, stats), stats)
 
 
 def test_a_layer_file_that_changed_is_refused(source: Checkpoint, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -255,7 +253,7 @@ def test_fallbacks_are_counted_and_named(kizami: Run, tiny_checkpoint: Path, sta
     body = json.loads(done.out)
     assert planned["fallbacks"] == body["fallbacks"]
     assert [entry["reason"] for entry in body["fallbacks"]].count(NO_TOKEN) == 3
-    assert {entry["name"].split(".")[2] for entry in body["fallbacks"] if entry["reason"] == NOT_SEEN} == {"2"}
+    assert {entry["name"].split(".")[2] for entry in body["fallbacks"] if entry["reason"] == MTP} == {"2"}
     assert body["calibration"] == facts_of(stats)
     errors = [row["weighted_rel_error"] for row in read_report(tmp_path / "a") if "weighted_rel_error" in row]
     assert body["weighted_rel_error"] == pytest.approx(np.sqrt(np.mean(np.square(errors))))
@@ -263,16 +261,63 @@ def test_fallbacks_are_counted_and_named(kizami: Run, tiny_checkpoint: Path, sta
     assert reported["weighted_rel_error"] == body["weighted_rel_error"] < reported["rel_error"]
     assert f"relative error {body['weighted_rel_error']:.4f} where" in kizami("report", tmp_path / "a").out
     text = kizami("convert", tiny_checkpoint, tmp_path / "b", *options).out
-    assert f"search in place of weighted: 3 modules, {NO_TOKEN} (model.layers.1.mlp.experts.0.down_proj" in text
-    assert f"search in place of weighted: 12 modules, {NOT_SEEN}" in text
+    assert f"search in place of weighted: {NO_TOKEN}: 3 modules (model.layers.1.mlp.experts.0.down_proj" in text
+    assert f"search in place of weighted: {MTP}: 12 modules (model.layers.2" in text
+    experts = stats.layer(1).experts
+    assert experts is not None
+    few = [{"name": f"model.layers.1.mlp.experts.{i}", "tokens": n} for i, n in enumerate(experts.n) if 0 < n < 32]
+    assert body["few_tokens"] == {"below": 32, "experts": few}
+    assert few
+    names = ", ".join(expert["name"] for expert in few)
+    assert f"few tokens: their statistics are shrunk; {counted(len(few), 'expert')}" in text
+    assert f"with fewer than 32 fit tokens ({names})" in text
     dry = kizami("convert", tiny_checkpoint, tmp_path / "c", *options, "--dry-run")
-    assert f"3 modules, {NO_TOKEN}" in dry.out
+    assert f"{NO_TOKEN}: 3 modules" in dry.out
+
+
+def test_the_hint_for_gptq_keeps_all_inputs(kizami: Run, tiny_checkpoint: Path) -> None:
+    for method, keep in (("weighted", ""), ("gptq", "--keep all ")):
+        done = kizami("plan", tiny_checkpoint, "--method", method)
+        assert f"kizami calibrate SRC --data FILE {keep}-o STATS makes them" in done.err
+
+
+def test_a_method_that_nothing_uses_is_warned_of(kizami: Run, tiny_checkpoint: Path, stats: Statistics) -> None:
+    words = ("plan", tiny_checkpoint, "--scheme")
+    given = ("--method", "weighted", "--stats", stats.root)
+    for scheme in ("bf16", "fp8-block"):
+        (said,) = [text for text in kizami(*words, scheme, *given, "--json").json["warnings"] if "no effect" in text]
+        assert said == "no weight is rounded to INT4 here: --method weighted and --stats have no effect"
+    assert "--method minmax has no effect" in kizami(*words, "bf16", "--method", "minmax").err
+    assert "no effect" not in kizami(*words, "bf16").err
+    assert "no effect" not in kizami("plan", tiny_checkpoint, *given).err
+
+
+def test_a_limit_on_weights_that_is_not_met_points_to_the_outputs(
+    kizami: Run, converted: Path, tiny_checkpoint: Path, stats: Statistics, tmp_path: Path
+) -> None:
+    hint = (
+        "weighted makes outputs more exact and weights less, on purpose: kizami report OUT --stats STATS --against SRC "
+        "--max-output-error X holds the outputs to a limit"
+    )
+    given, limit = ("--method", "weighted", "--stats", stats.root), ("--max-rel-error", 0.01)
+    for words in (
+        ("convert", tiny_checkpoint, tmp_path / "out", *given, *limit),
+        ("report", converted, *limit),
+        ("verify", converted, *limit),
+    ):
+        done = kizami(*words)
+        assert (done.code, f"kizami: failed: {hint}" in done.err) == (1, True), done.err
+    assert kizami("verify", converted, *limit, "--json").json["hint"] == hint
+    assert kizami("verify", converted, "--json").json["hint"] is None
+    plain = kizami("convert", tiny_checkpoint, tmp_path / "plain", *limit)
+    assert (plain.code, "on purpose" in plain.err) == (1, False)
 
 
 def test_card_and_manifest_tell_what_it_was_calibrated_on(converted: Path, stats: Statistics) -> None:
     card = (converted / "README.md").read_text()
     assert "kizami convert SRC OUT --method weighted --stats STATS" in card
     assert "calibrated on 3,840 tokens of chat.jsonl, a.txt" in card
+    assert "A calibrated method makes outputs more exact and single weights less, on purpose." in card
     manifest = read_manifest(converted)
     assert manifest["calibration"] == facts_of(stats)
     assert method_of(manifest) == Method("weighted", stats=stats.sha256)
@@ -358,11 +403,11 @@ def other(value: Any) -> Any:
 def test_no_field_of_a_row_can_be_changed(
     converted: Path, source: Checkpoint, stats: Statistics, tmp_path: Path
 ) -> None:
-    for name, unseen in (
+    for name, only_stats_tell in (
         (EXPERT, {"tokens", "weighted_rel_error"}),
         ("model.layers.1.mlp.experts.0.up_proj", {"tokens"}),
     ):
-        fields = {"method", "tokens", "fallback", "rel_error"} | unseen
+        fields = {"method", "tokens", "fallback", "rel_error"} | only_stats_tell
         for field in sorted(fields):
             out = Path(shutil.copytree(converted, tmp_path / f"{name}.{field}"))
 
@@ -371,7 +416,7 @@ def test_no_field_of_a_row_can_be_changed(
                 row[field] = other(row[field])
 
             forge_rows(out, change)
-            assert verify(out, against=source).ok == (field in unseen), field
+            assert verify(out, against=source).ok == (field in only_stats_tell), field
             assert not verify(out, against=source, statistics=stats).ok, field
 
 
@@ -444,7 +489,21 @@ def test_other_statistics_are_not_those_of_the_run(
     converted: Path, source: Checkpoint, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     other_stats = make_statistics(tiny_checkpoint, tmp_path / "STATS", seed=1)
-    assert "other_stats" in {p.code for p in verify(converted, against=source, statistics=other_stats).problems}
+    with pytest.raises(KizamiError, match="these are not the statistics of this run") as e:
+        verify(converted, against=source, statistics=other_stats)
+    assert e.value.code == "stats_mismatch"
+    for sha256 in (other_stats.sha256, read_manifest(converted)["calibration"]["sha256"]):
+        assert f"{sha256} (of chat.jsonl, a.txt)" in e.value.message
+
+
+def test_statistics_of_a_run_without_any_are_refused(
+    kizami: Run, source: Checkpoint, tiny_checkpoint: Path, stats: Statistics, tmp_path: Path
+) -> None:
+    run(build_plan(source, Policy(targets=(EXPERT,)), Method()), source, tmp_path / "out", workers=1)
+    done = kizami("verify", tmp_path / "out", "--against", tiny_checkpoint, "--stats", stats.root)
+    assert done.code == 2
+    assert "no statistics were used" in done.err
+    assert "leave --stats out" in done.err
 
 
 def test_statistics_that_do_not_fit_are_a_problem_and_no_crash(
@@ -490,4 +549,14 @@ def test_without_statistics_verify_says_what_it_could_not_see(
     done = kizami("verify", converted, "--against", tiny_checkpoint, "--stats", stats.root)
     assert done.code == 0
     assert "--stats" not in done.err
+    assert "statistics: 24 modules held to them" in done.out
     assert kizami("verify", converted, "--stats", stats.root).code == 2
+
+
+def test_statistics_of_another_config_are_refused(source: Checkpoint, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """top_k or rope_theta changed: the same weights, another forward pass."""
+    other = make_statistics(tiny_checkpoint, tmp_path / "STATS", config="0" * 64)
+    with pytest.raises(KizamiError, match=r"another config\.json") as e:
+        run(plan_of(source, other), source, tmp_path / "OUT", statistics=other)
+    assert (e.value.code, e.value.file) == ("stats_mismatch", "config.json")
+    assert not (tmp_path / "OUT.partial").exists()

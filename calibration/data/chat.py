@@ -51,6 +51,21 @@ def calls_tools(messages: tuple[dict[str, Any], ...] | None) -> bool:
     return any(m.get("tool_calls") or m["role"] in ("tool", "function", "observation") for m in messages or ())
 
 
+def said_in(messages: tuple[dict[str, Any], ...]) -> tuple[list[str], list[str]]:
+    """What the messages say (contents and reasoning), and the arguments of their tool calls as JSON."""
+    said: list[str] = []
+    arguments: list[str] = []
+    for message in messages:
+        content = message.get("content", "")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [*(message.get(key) for key in ("reasoning_content", "reasoning")), *(p.get("text") for p in parts)]
+        said += [text for text in texts if isinstance(text, str) and text]
+        for call in message.get("tool_calls", []):
+            value = call["function"]["arguments"]
+            arguments.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return said, arguments
+
+
 def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
     role, content = message.get("role"), message.setdefault("content", "")
     if not isinstance(role, str):

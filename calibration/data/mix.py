@@ -3,6 +3,9 @@
 Code: a file whose suffix is a programming language's, else what stands between ``` fences, else a text of whose
 lines three in ten look like code: they end in a bracket or `;`, assign, or begin with a keyword or a comment sign. Tool
 calls: a conversation in which a tool is called. Scripts: letters outside code, by the first word of their Unicode name.
+
+Of a chat, what its messages say is looked at, not what the template makes of it, whose lines of tags would look like
+code; arguments of tool calls are JSON, and count as code.
 """
 
 import re
@@ -13,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kizami.calibration.data.chat import calls_tools
-from kizami.calibration.data.files import Document
+from kizami.calibration.data.chat import calls_tools, said_in
+from kizami.calibration.data.files import Document, part_of
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import open_regular, read_exactly, resolve_inside
 from kizami.formats.model_card import MAX_README_CHARS, source_languages
@@ -73,25 +76,39 @@ class Claims:
 
 class MixCounter:
     def __init__(self) -> None:
-        self._all = self._code = self._chat = self._calls = 0
+        self._all = self._chat = self._calls = 0
+        self._code = 0.0
         self._letters: Counter[str] = Counter()
 
     def add(self, document: Document, text: str) -> None:
         """`text`: of the document, as it is tokenised."""
-        code = code_characters(text, document.suffix)
+        share, prose = _of_chat(document) if document.messages is not None else _of_text(text, document.suffix)
         self._all += len(text)
-        self._code += code
+        self._code += share * len(text)
         self._chat += len(text) * (document.messages is not None)
         self._calls += len(text) * calls_tools(document.messages)
-        if code < len(text):
-            for character, count in Counter(_FENCED.sub("", text)).items():
-                self._letters[_script(character)] += count
+        for character, count in Counter(prose).items():
+            self._letters[_script(character)] += count
 
     def total(self) -> Mix:
         characters = max(1, self._all)
         letters = Counter({script: n for script, n in self._letters.items() if script})
         scripts = tuple((script, n / letters.total()) for script, n in letters.most_common())
         return Mix(self._code / characters, self._chat / characters, self._calls / characters, scripts)
+
+
+def _of_text(text: str, suffix: str = "") -> tuple[float, str]:
+    """The share of code, and what is none."""
+    code = code_characters(text, suffix)
+    return code / max(1, len(text)), _FENCED.sub("", text) if code < len(text) else ""
+
+
+def _of_chat(document: Document) -> tuple[float, str]:
+    """The same: the share of the whole chat, and of its prose this document's part."""
+    said, arguments = said_in(document.messages or ())
+    each = [(len(text), *_of_text(text)) for text in said] + [(len(text), 1.0, "") for text in arguments]
+    share = sum(size * code for size, code, _ in each) / max(1, sum(size for size, _, _ in each))
+    return share, part_of("\n".join(prose for _, _, prose in each), document.part, document.parts)
 
 
 def code_characters(text: str, suffix: str = "") -> int:

@@ -23,22 +23,24 @@ HELD_OUT = 0.1
 SAMPLE_CHATS = frozenset({"chats.jsonl", "tools.jsonl"})
 BYTES_PER_TOKEN = 4  # of English and of code; a piece of a text is then about one sequence
 _BATCH = 64  # documents that are read and tokenised together
+_SEARCHED = 2048  # documents of a file, for its first bad line
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """A file of the data. name: without its folder; sha256: of the file; documents, tokens: those that were used."""
+    """A file of the data. name: without its folder; sha256: of the file; pieces, tokens: those that were used."""
 
     name: str
     sha256: str
-    documents: int
+    pieces: int
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSet:
     """ids: int32 [sequences, seq_len]; held_out: rows of it, ascending, that no statistic may see. sha256: of shape and
-    ids (`tokens_sha256`). warnings: sentences for the user. built_in: whether it is the sample that kizami ships."""
+    ids (`tokens_sha256`). sources: in the order of their names. warnings: sentences for the user. built_in: whether it
+    is the sample that kizami ships."""
 
     ids: NDArray[np.int32]
     held_out: tuple[int, ...]
@@ -78,11 +80,12 @@ def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer, settings: TokenSett
         warnings: list[str] = []
         for path in paths:
             file = stack.enter_context(open_data(path, BYTES_PER_TOKEN * settings.seq_len))
-            if file.sha256 in by_hash:
-                warnings.append(f"{path} has the bytes of {by_hash[file.sha256].path}: it is used once")
-            else:
+            if (same := by_hash.get(file.sha256)) is not None:
+                warnings.append(f"{path} has the bytes of {same.path}: it is used once")
+            if same is None or file.path.name < same.path.name:
                 by_hash[file.sha256] = file
-        return _pack(list(by_hash.values()), tokenizer, settings, vocab_size, warnings)
+        opened = sorted(by_hash.values(), key=lambda file: (file.path.name, file.sha256))
+        return _pack(opened, tokenizer, settings, vocab_size, warnings)
 
 
 def read_sample(tokenizer: Tokenizer, settings: TokenSettings, vocab_size: int) -> TokenSet:
@@ -147,10 +150,11 @@ def _pack(
     read: list[tuple[DataFile, Document, str]] = []
     for batch in _shuffled(opened, settings.seed):
         documents = _read(batch)
-        texts = [part_of(tokenizer.text_of(document), document.part, document.parts) for document in documents]
-        encoded = tokenizer.encode(texts, [document.messages is not None for document in documents])
+        try:
+            texts, encoded = _tokenised(documents, tokenizer, vocab_size)
+        except KizamiError as error:
+            raise _first_of_its_file(error, batch, documents, tokenizer, vocab_size) from error
         for (file, _), document, text, ids in zip(batch, documents, texts, encoded, strict=True):
-            _check_ids(ids, vocab_size, document)
             stream.append(ids)
             read.append((file, document, text))
             found += len(ids)
@@ -174,6 +178,36 @@ def _pack(
     mix = MixCounter()
     facts = _facts(opened, read, [len(tokens) for tokens in stream], ids.size, mix)
     return TokenSet(ids, hold_out(sequences, settings.seed), tokens_sha256(ids), facts, mix.total(), tuple(warnings))
+
+
+def _tokenised(
+    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[list[str], list[NDArray[np.int32]]]:
+    texts = [part_of(tokenizer.text_of(document), document.part, document.parts) for document in documents]
+    encoded = tokenizer.encode(texts, [document.messages is not None for document in documents])
+    for document, ids in zip(documents, encoded, strict=True):
+        _check_ids(ids, vocab_size, document)
+    return texts, encoded
+
+
+def _first_of_its_file(
+    error: KizamiError,
+    batch: Sequence[tuple[DataFile, int]],
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+) -> KizamiError:
+    """The error of the file's first bad line: one in shuffled order would send whoever mends it up and down."""
+    found = (file for (file, _), document in zip(batch, documents, strict=True) if document.where == error.file)
+    if (file := next(found, None)) is None:
+        return error
+    for at in range(0, min(len(file.units), _SEARCHED), _BATCH):
+        for document in file.read(range(at, min(at + _BATCH, len(file.units)))):
+            try:
+                _tokenised([document], tokenizer, vocab_size)
+            except KizamiError as first:
+                return first
+    return error
 
 
 def _read(batch: Sequence[tuple[DataFile, int]]) -> list[Document]:
@@ -203,15 +237,13 @@ def _facts(
     mix: MixCounter,
 ) -> tuple[SourceFacts, ...]:
     """Of the first `used` tokens."""
-    documents: dict[str, int] = dict.fromkeys((file.sha256 for file in opened), 0)
-    tokens = dict(documents)
+    pieces: dict[str, int] = dict.fromkeys((file.sha256 for file in opened), 0)
+    tokens = dict(pieces)
     at = 0
     for (file, document, text), length in zip(read, lengths, strict=True):
         if (inside := min(length, used - at)) > 0:
-            documents[file.sha256] += 1
+            pieces[file.sha256] += 1
             tokens[file.sha256] += inside
             mix.add(document, text)
         at += length
-    return tuple(
-        SourceFacts(file.path.name, file.sha256, documents[file.sha256], tokens[file.sha256]) for file in opened
-    )
+    return tuple(SourceFacts(file.path.name, file.sha256, pieces[file.sha256], tokens[file.sha256]) for file in opened)

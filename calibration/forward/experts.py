@@ -111,7 +111,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @dataclass(slots=True)
 class UnitSums:
     """Over fit tokens whose numbers are finite, g their gate weights: sum g^2 x^2 of the input of gate and up, sum g^2
-    a^2 of down's, sum g^2, sum g^4, n; n_held_out counts the others."""
+    a^2 of down's, sum g^2, sum g^4, n; n_held_out counts the others. A token whose weight is 0 is none of the unit's.
+    overflown: tokens with finite inputs and products that are not."""
 
     x: NDArray[np.float64]
     a: NDArray[np.float64]
@@ -119,6 +120,7 @@ class UnitSums:
     g4: float = 0.0
     n: int = 0
     n_held_out: int = 0
+    overflown: int = 0
 
 
 def run_unit(
@@ -135,8 +137,10 @@ def run_unit(
         a = act(a).mul_(_linear(x, weights.up))
         y = _linear(a, weights.down)
         write((y * gates[:, None]).to(x.dtype))
+        sound = x.isfinite().all(dim=1)
+        finite = sound & a.isfinite().all(dim=1) & (gates != 0)
+        sums.overflown += int((sound & ~(a.isfinite().all(dim=1) & y.isfinite().all(dim=1))).sum())
         del y
-        finite = x.isfinite().all(dim=1) & a.isfinite().all(dim=1)
         weight = torch.where(fit & finite, gates.double().square(), 0.0)
         sums.x += square_sums(x, weight)[0].cpu().numpy()
         sums.a += square_sums(a, weight)[0].cpu().numpy()

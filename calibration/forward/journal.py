@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kizami.calibration.forward.observers import Arrays
-from kizami.formats.errors import KizamiError
+from kizami.formats.errors import KizamiError, printable
 from kizami.formats.files import io_error, open_regular, read_exactly
 from kizami.formats.header import read_header
 from kizami.formats.run_log import (
@@ -25,6 +25,7 @@ from kizami.formats.run_log import (
     check_identity,
     complete_lines,
     damaged,
+    is_identity,
     lock_folder,
     read_own,
 )
@@ -52,10 +53,13 @@ class Journal:
     """Holds a lock, so that two runs cannot write into one folder. committed, bad: the files of each
     finished layer, and its tokens that were not finite."""
 
-    def __init__(self, partial: Path, identity: dict[str, Any], *, restart: bool = False) -> None:
-        """Starts a journal or resumes the one that is there. restart: throws away what an earlier run left.
+    def __init__(
+        self, partial: Path, identity: dict[str, Any], files: dict[str, list[int]], *, restart: bool = False
+    ) -> None:
+        """Starts a journal or resumes the one that is there. files: of the source, see checks.source_files; every layer
+        depends on all of them. restart: throws away what an earlier run left.
 
-        KizamiError "resume_mismatch", "damaged_journal", "locked", "out_exists", "io_error".
+        KizamiError "resume_mismatch", "source_changed", "damaged_journal", "locked", "out_exists", "io_error".
         """
         self.partial, self.folder = partial, partial / FOLDER
         self.cursor: Cursor | None = None
@@ -67,7 +71,7 @@ class Journal:
             _check_folder(partial)
             self._lock = lock_folder(self.folder, partial)
             try:
-                self._open(identity, restart)
+                self._open(identity, files, restart)
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -132,12 +136,13 @@ class Journal:
             raise io_error("cannot write", e, f"{self.partial.name}/{FOLDER}/{JOURNAL}") from e
         self._written = time.monotonic()
 
-    def _open(self, identity: dict[str, Any], restart: bool) -> None:
+    def _open(self, identity: dict[str, Any], files: dict[str, list[int]], restart: bool) -> None:
         path = self.folder / JOURNAL
         data = read_own(path)
         if data is not None and not restart:
             lines = complete_lines(data, path)
-            check_identity(lines[0].get("identity") if lines else None, identity, self.partial)
+            check_same(lines[0].get("identity") if lines else None, identity, self.partial)
+            _check_files(lines[0].get("files"), files, path)
             self._load(lines[1:], path)
             whole = data.rfind(b"\n") + 1
             if whole != len(data):  # a kill in the middle of an append: that line never happened
@@ -145,7 +150,7 @@ class Journal:
             self._check_committed()
             return
         _clear(self.partial)
-        write_file_durably(path, (canonical({"identity": identity}) + "\n").encode())
+        write_file_durably(path, (canonical({"identity": identity, "files": files}) + "\n").encode())
         for folder in (self.partial, self.partial.absolute().parent):
             fsync_folder(folder)
 
@@ -174,6 +179,53 @@ class Journal:
                         file=f"{self.partial.name}/{file.file}",
                         hint="start over with --restart",
                     )
+
+
+def check_same(found: Any, wanted: dict[str, Any], partial: Path) -> None:
+    """KizamiError "resume_mismatch" that names files and hashes, not all that follows from them."""
+    if is_identity(found, wanted):
+        return
+    try:
+        then, now = _by_file(found), _by_file(wanted)
+        for name in then["files"].keys() | now["files"].keys():
+            then["files"].setdefault(name, "not among the data")
+            now["files"].setdefault(name, "not among the data")
+    except (KeyError, TypeError, AttributeError):  # an identity that no version has written
+        then, now = found, wanted
+    if then == now:
+        then, now = found, wanted
+    check_identity(then, now, partial)
+
+
+def has_used(folder: Path, files: dict[str, list[int]]) -> bool:
+    """Whether the run whose journal is left in `folder`, if there is one, had these files of a source."""
+    path = folder / FOLDER / JOURNAL
+    data = read_own(path)
+    lines = complete_lines(data, path) if data is not None else []
+    return not lines or bool(lines[0].get("files") == files)
+
+
+def _check_files(then: Any, now: dict[str, list[int]], path: Path) -> None:
+    """The identity has samples of the files' contents only; a change between them shows in the times."""
+    if not isinstance(then, dict):
+        raise damaged(path)
+    for file in sorted(then.keys() | now.keys()):
+        if then.get(file) != now.get(file):
+            raise KizamiError(
+                "was changed or written again since the unfinished run began, which used it",
+                code="source_changed",
+                file=printable(file, 200),
+                hint="start over with --restart: all layers depend on those before them",
+            )
+
+
+def _by_file(identity: dict[str, Any]) -> dict[str, Any]:
+    tokens = identity["tokens"]
+    files: dict[str, str] = {}
+    for source in tokens["sources"]:
+        files[source["name"]] = " ".join(filter(None, (files.get(source["name"]), source["sha256"][:12])))
+    kept = {key: value for key, value in tokens.items() if key in ("sha256", "sequences", "seq_len")}
+    return identity | {"tokens": kept, "files": files}
 
 
 def _check_folder(partial: Path) -> None:

@@ -16,14 +16,19 @@ from numpy.typing import NDArray
 
 from kizami.calibration.forward.attention import EveryKey, attend, observed
 from kizami.calibration.forward.experts import Routing, Unit, UnitWeights, run_unit, units_of
-from kizami.calibration.forward.memory import Chunks
+from kizami.calibration.forward.memory import COUNTS, Chunks
 from kizami.calibration.forward.model import Layer, Mlp, Model, is_sparse
 from kizami.calibration.forward.observers import Arrays, RangeMeter, SquareSums
 from kizami.calibration.forward.weights import Weights
 from kizami.calibration.forward.work import Work
+from kizami.formats.errors import KizamiError
 from kizami.formats.statistics import ExpertStatistics, LayerStatistics
 
 Piece = tuple[int, Callable[[int], None]]  # how many there are, and what does one
+TOO_MANY_BAD = 0.1  # of a layer's tokens
+
+
+DAMAGED = "the checkpoint is damaged there, or its config.json; or the numbers are beyond the dtype of the run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,8 @@ class LayerRun:
         _, gates, ids = cast(Any, self.layer.mlp).gate(self._normed(self.job.work.attended.load(first, last)))
         ids, order = ids.sort(dim=1)
         self.job.work.ids.write(first, self._wide(ids.cpu().numpy(), np.int32))
-        gates = gates.gather(1, order).float().nan_to_num(0, 0, 0)  # of rows that count for nothing
+        gates = gates.gather(1, order).float()
+        gates[~gates.isfinite().all(dim=1)] = 0  # rows that count for nothing
         self.job.work.gates.write(first, self._wide(gates.cpu().numpy(), np.float32))
 
     def _wide(self, values: NDArray[Any], dtype: type) -> NDArray[Any]:
@@ -152,6 +158,10 @@ class LayerRun:
     # ------------------------------------------------------------------------------------------------ units
 
     def mlps(self) -> Piece:
+        """KizamiError "non_finite" if the router gave too many tokens nothing to go by."""
+        if self.mlp.experts:
+            bad = int((self.routing.gates == 0).all(axis=1).sum())
+            self._check_share("weights of the router", bad, self.job.tokens, "mlp.gate", "finite and not all 0")
         return len(self.units), self._unit
 
     def _unit(self, number: int) -> None:
@@ -161,14 +171,14 @@ class LayerRun:
         else:
             row = self._slice_row(number)
             tokens, gates = np.arange(job.tokens), np.ones(job.tokens, np.float32)
-        counts = np.zeros((1, 4))
+        counts = np.zeros((1, COUNTS))
         sum_x, sum_a = np.zeros((1, job.model.hidden)), np.zeros((1, job.work.unit_a.width))
         if len(tokens):
             name = job.model.name(self.index, unit.module)
             weights = UnitWeights.read(job.weights, name, unit, len(tokens), job.dtype, job.device)
             writer = _RowWriter(job.work, row)
             sums = run_unit(weights, self._act, self._inputs(tokens, gates), writer)
-            counts[0] = sums.g2, sums.g4, sums.n, sums.n_held_out
+            counts[0] = sums.g2, sums.g4, sums.n, sums.n_held_out, sums.overflown
             sum_x[0], sum_a[0, : len(sums.a)] = sums.x, sums.a
         job.work.unit_x.write(number, sum_x)
         job.work.unit_a.write(number, sum_a)
@@ -234,6 +244,37 @@ class LayerRun:
             state = {key.split("|")[2]: v for key, v in arrays.items() if key.startswith(f"kv|{name}|")}
             self.ranges[name] = RangeMeter(len(state["amax"]))
             self.ranges[name].load(state)
+
+    def check(self) -> None:
+        """KizamiError "non_finite" if too much of what was measured was left out of the sums."""
+        job = self.job
+        fit = int(job.fit.sum()) * job.seq_len
+        for name, count in self.squares.counts.items():
+            self._check_share("inputs", fit - count, fit, name)
+        for name, meter in self.ranges.items():
+            self._check_share(f"rows of the KV cache ({name})", job.tokens - meter.count, job.tokens, "self_attn")
+        counts = job.work.unit_counts.read(0, len(self.units))
+        ids = self.routing.ids if self.mlp.experts else np.zeros(0, np.int32)
+        routed = np.bincount(ids.reshape(-1), minlength=self.mlp.experts)
+        for unit, overflown in zip(self.units, counts[:, 4].tolist(), strict=True):
+            total = job.tokens if unit.expert is None else int(routed[unit.expert])
+            self._check_share("products", int(overflown), total, unit.module)
+        if self.bad_rows > TOO_MANY_BAD * job.tokens:
+            raise KizamiError(
+                f"behind layer {self.index} the hidden states of {self.bad_rows} of {job.tokens} tokens are not "
+                f"finite, expected at most {TOO_MANY_BAD:.0%}",
+                code="non_finite",
+                hint=DAMAGED,
+            )
+
+    def _check_share(self, what: str, bad: int, total: int, module: str, expected: str = "finite") -> None:
+        if bad > TOO_MANY_BAD * total:
+            raise KizamiError(
+                f"{what} of {bad} of {total} tokens are not {expected}, expected at most {TOO_MANY_BAD:.0%}",
+                code="non_finite",
+                tensor=self.job.model.name(self.index, module),
+                hint=DAMAGED,
+            )
 
     def statistics(self) -> LayerStatistics:
         work, count = self.job.work, len(self.units)

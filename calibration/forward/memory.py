@@ -15,6 +15,7 @@ BASE = 420_000_000
 # More rows at once make no product faster
 TOKEN_CHUNKS = (2048, 1024, 512, 256, 128, 64)
 QUERY_BLOCKS = (512, 256, 128, 64)
+COUNTS = 5  # numbers of a unit, see work.Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,11 @@ class Sizes:
     def disk(self, itemsize: int) -> int:
         """Bytes that the files take."""
         rows = self.tokens * (2 + self.slots) * self.hidden * itemsize
-        return rows + 4 * self.tokens * (2 * self.top_k + self.chosen) + 8 * self.units * (self.hidden + self.inner + 4)
+        return (
+            rows
+            + 4 * self.tokens * (2 * self.top_k + self.chosen)
+            + 8 * self.units * (self.hidden + self.inner + COUNTS)
+        )
 
 
 @dataclass(frozen=True, slots=True)

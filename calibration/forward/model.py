@@ -5,14 +5,19 @@ The checkpoint's own code is never run: only classes that transformers itself ha
 """
 
 import importlib
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from transformers.utils import logging as log
 
 from kizami.calibration.forward.attention import IMPLEMENTATION
+from kizami.calibration.forward.checks import bad_config, check_all_used, check_numbers
 from kizami.calibration.forward.weights import Weights
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError, printable
@@ -61,8 +66,8 @@ class Model:
     """Builds the layers of a checkpoint's language model. `prefix` stands before `model.` in the names on disk."""
 
     def __init__(self, checkpoint: Checkpoint, weights: Weights) -> None:
-        """KizamiError "unsupported_model", "bad_config", "missing_tensor", "shape_mismatch": every tensor that will be
-        read is looked up here."""
+        """KizamiError "unsupported_model", "bad_config", "missing_tensor", "shape_mismatch", "unused_tensor": every
+        tensor that will be read is looked up here."""
         self.family, _ = find_family(checkpoint.config, checkpoint.tensors)
         self.prefix = f"{self.family.prefix}model."
         self._weights = weights
@@ -75,12 +80,16 @@ class Model:
         self.shares_choice = False  # whether a layer takes the keys that another's indexer chose
         # cos and sin of position ids; the frequencies are computed, not read
         self.rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = self._build("RotaryEmbedding", self.config)
+        self._check_frequencies()
+        self._parts: dict[int, frozenset[str]] = {}  # of modules and tensors outside of experts
         self.mlps = tuple(self._check(layer) for layer in range(self.layers))
+        check_all_used(weights.names, self.prefix, self._used, self.layers)
+        self._parts.clear()
 
     @property
     def index_topk(self) -> int | None:
         """Keys that an indexer (DSA) selects; None for a model without one."""
-        return self.config.index_topk if hasattr(self.config, "index_topk") else None
+        return getattr(self.config, "index_topk", None)
 
     def name(self, layer: int, module: str = "") -> str:
         """Of a module of a layer, or what stands before one, as it is on disk."""
@@ -117,9 +126,30 @@ class Model:
         folder, prefix = CLASSES[self._kind]
         module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
         try:
-            return getattr(module, prefix + name)(*arguments)
+            with _quiet():
+                return getattr(module, prefix + name)(*arguments)
         except Exception as e:  # numbers that none can be built of
-            raise _bad_config(f"{prefix}{name} cannot be built: {type(e).__name__}: {printable(str(e), 300)}") from e
+            raise bad_config(f"{prefix}{name} cannot be built: {type(e).__name__}: {printable(str(e), 300)}") from e
+
+    def _check_frequencies(self) -> None:
+        for name, buffer in cast(nn.Module, self.rotary).named_buffers():
+            if not bool(buffer.isfinite().all()):
+                raise bad_config(
+                    f"rotary embedding: {name} has frequencies that are not finite (rope_theta, rope_scaling)"
+                )
+        config = self.config
+        width, head_dim = 2 * cast(Any, self.rotary).inv_freq.numel(), getattr(config, "head_dim", None)
+        mla = hasattr(config, "qk_rope_head_dim")
+        most = config.qk_rope_head_dim if mla else head_dim or self.hidden // config.num_attention_heads
+        if not 0 < width <= most or (mla and width != most):
+            raise bad_config(
+                f"head_dim {head_dim}: {width} channels would be rotated, expected {'' if mla else 'at most '}{most} "
+                "(qk_rope_head_dim, head_dim, partial_rotary_factor)"
+            )
+
+    def _used(self, layer: int) -> frozenset[str]:
+        experts = range(self.mlps[layer].experts)
+        return self._parts[layer] | {f"mlp.experts.{e}.{name}" for e in experts for name in projections(0, 0)}
 
     def _check(self, layer: int) -> Mlp:
         built = self.skeleton(layer)
@@ -127,13 +157,17 @@ class Model:
         self.shares_choice |= bool(getattr(built.self_attn, "skip_topk", False))
         for name, tensor in _needed(built):
             _check_shape(self._weights, self.name(layer, name), tuple(tensor.shape))
+        used = {name.removesuffix(".weight") for name, _ in _needed(built)}
         mlp = self.mlp(built)
         parts = {f"mlp.experts.{e}": mlp.inner for e in range(mlp.experts)}
         parts |= {"mlp.shared_experts": mlp.shared} if mlp.shared else {}
         parts |= {"mlp": mlp.dense} if mlp.dense else {}
         for part, width in parts.items():
             for projection, shape in projections(self.hidden, width).items():
+                if not part.startswith("mlp.experts."):
+                    used.add(f"{part}.{projection}")
                 _check_shape(self._weights, f"{self.name(layer, part)}.{projection}.weight", shape)
+        self._parts[layer] = frozenset(used)
         return mlp
 
 
@@ -152,13 +186,22 @@ def _check_router(router: Any) -> None:
     of_group = experts // groups
     chosen = min(router.topk_group or 1, groups) * of_group
     if experts % groups or of_group < 2 or not 1 <= router.top_k <= chosen or (router.topk_group or 1) > groups:
-        raise _bad_config(
+        raise bad_config(
             f"{router.top_k} of {experts} experts from {router.topk_group} of {groups} groups cannot be chosen"
         )
 
 
-def _bad_config(message: str) -> KizamiError:
-    return KizamiError(message, code="bad_config", file="config.json")
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch and transformers think of a config is no talk for kizami's user: what they refuse is an error."""
+    verbosity = log.get_verbosity()
+    log.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
 
 
 def _needed(built: Layer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -196,14 +239,17 @@ def _config(family: Family) -> tuple[str, Any]:
             )
     folder, prefix = CLASSES[kind]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    return kind, _build(getattr(module, f"{prefix}Config"), text)
+    config = _build(getattr(module, f"{prefix}Config"), text)
+    check_numbers(config, kind)
+    return kind, config
 
 
 def _build(config_class: Any, text: Mapping[str, Any]) -> Any:
     try:
-        config = config_class(**{key: value for key, value in text.items() if key not in _DROPPED})
+        with _quiet():
+            config = config_class(**{key: value for key, value in text.items() if key not in _DROPPED})
     except Exception as e:  # whatever a config class makes of values that it was not written for
         refusal = f"transformers' {config_class.__name__} refuses it: {type(e).__name__}: {printable(str(e), 300)}"
-        raise _bad_config(refusal) from e
+        raise bad_config(refusal) from e
     config._attn_implementation = IMPLEMENTATION
     return config

@@ -4,6 +4,7 @@ All sums are float64 and taken in the order in which the rows come, so that equa
 number that is not finite is left out of every sum.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,11 @@ class SquareSums:
         found = sums.cpu().numpy()
         self._sums[name] = self._sums[name] + found if name in self._sums else found
         self._counts[name] = self._counts.get(name, 0) + count
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Rows that were finite."""
+        return self._counts
 
     def same(self, name: str, other: str) -> None:
         """`name` has the inputs of `other`."""
@@ -102,6 +108,11 @@ class RangeMeter:
             self._squares = self._squares + wide.square_().sum(dim=0).cpu().numpy()
             self._bins = self._bins + bins.cpu().numpy()
             self._count = self._count + len(part)
+
+    @property
+    def count(self) -> int:
+        """Rows that were finite."""
+        return int(self._count[0])
 
     def result(self) -> KvRange:
         count = max(int(self._count[0]), 1)

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from kizami.calibration.data.tokens import TokenSet
-from kizami.calibration.forward.journal import Journal
-from kizami.calibration.forward.layers import LayerRun, Pass, Piece, embed
+from kizami.calibration.forward.checks import source_files
+from kizami.calibration.forward.journal import Journal, has_used
+from kizami.calibration.forward.layers import DAMAGED, LayerRun, Pass, Piece, embed
 from kizami.calibration.forward.memory import Chunks, choose_chunks, sizes_of
 from kizami.calibration.forward.model import Model
 from kizami.calibration.forward.settings import Settings
@@ -26,11 +27,10 @@ from kizami.formats.files import io_error, what_is_there
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.places import check_apart
 from kizami.formats.run_log import FOLDER, JOURNAL, canonical, is_identity
-from kizami.formats.statistics import Statistics
+from kizami.formats.statistics import Statistics, find_fault
 from kizami.formats.statistics_writer import InputsWriter, write_layer, write_manifest
 from kizami.formats.writer import WrittenShard, fsync_folder
 
-TOO_MANY_BAD = 0.1  # of a layer's tokens
 PHASES = ("embedding", "attention", "routing", "experts", "combining")
 COMBINING = PHASES.index("combining")
 
@@ -38,7 +38,7 @@ COMBINING = PHASES.index("combining")
 @dataclass(frozen=True, slots=True)
 class Started:
     """layers: of the model; first: the one that is worked on first (a resumed run has done those before); disk: bytes
-    of state in STATS.partial until the end."""
+    of state in STATS.partial until the end; chunks.needed: bytes of memory."""
 
     layers: int
     first: int
@@ -81,9 +81,9 @@ def run_calibration(
     """Writes the STATS folder `out`: work is done in `out`.partial, where an interrupted run goes on; `out` appears
     complete. The source is only read.
 
-    KizamiError: "out_exists", "out_in_source", "resume_mismatch", "damaged_journal", "locked", "memory",
-    "unsupported_model", "bad_config", "missing_tensor", "shape_mismatch", "bad_token", "non_finite", "bad_device",
-    "io_error", and those of reading the source.
+    KizamiError: "out_exists", "out_in_source", "resume_mismatch", "source_changed", "damaged_journal", "locked",
+    "memory", "unsupported_model", "bad_config", "missing_tensor", "shape_mismatch", "unused_tensor", "bad_token",
+    "non_finite", "bad_device", "io_error", and those of reading the source.
     """
     device = _device(settings.device)
     dtype = getattr(torch, settings.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
@@ -93,11 +93,11 @@ def run_calibration(
         chunks = choose_chunks(model, tokens.sequences, tokens.seq_len, settings, dtype.itemsize)
         facts = _facts(checkpoint, tokens, settings, chunks, dtype)
         partial = _place(checkpoint, out)
-        if not restart and _complete_published(out, facts):
+        if not restart and _complete_published(out, facts, source_files(checkpoint.headers)):
             return out
         if (there := _look(out)) is not None:
             raise KizamiError(there, code="out_exists", file=str(out), hint="choose another STATS, or remove it")
-        journal = Journal(partial, facts, restart=restart)
+        journal = Journal(partial, facts, source_files(checkpoint.headers), restart=restart)
         try:
             fit = np.ones(tokens.sequences, bool)
             fit[list(tokens.held_out)] = False
@@ -156,14 +156,14 @@ def _run_layer(job: Pass, index: int, journal: Journal, settings: Settings, on_e
 
 
 def _commit(run: LayerRun, journal: Journal, settings: Settings, on_event: Callable[[Event], None]) -> None:
-    if run.bad_rows > TOO_MANY_BAD * run.job.tokens:
-        raise KizamiError(
-            f"behind layer {run.index} the hidden states of {run.bad_rows} of {run.job.tokens} tokens are not finite, "
-            f"expected at most {TOO_MANY_BAD:.0%}",
-            code="non_finite",
-            hint="the checkpoint or its config.json is damaged, or the numbers are beyond the dtype of the run",
-        )
-    statistics = run.statistics()
+    run.check()
+    with np.errstate(all="ignore"):  # what overflows is found here
+        statistics = run.statistics()
+        fault = find_fault(statistics)
+    if fault is not None:
+        where = run.job.model.name(run.index).rstrip(".")
+        raise KizamiError(f"its statistics cannot be: {fault}", code="non_finite", tensor=where, hint=DAMAGED)
+    run.job.weights.check_unchanged()
     files = [write_layer(journal.partial, statistics)]
     if settings.keep != "none":
         files.append(_write_inputs(run, journal.partial, settings.keep == "all"))
@@ -239,7 +239,7 @@ def _settle(out: Path) -> None:
     fsync_folder(out)
 
 
-def _complete_published(out: Path, facts: dict[str, Any]) -> bool:
+def _complete_published(out: Path, facts: dict[str, Any], files: dict[str, list[int]]) -> bool:
     """Whether OUT is the result of this very job, killed between the rename and the end of the journal's removal."""
     folder = out / FOLDER
     if out.is_symlink() or folder.is_symlink() or not folder.is_dir():
@@ -248,7 +248,7 @@ def _complete_published(out: Path, facts: dict[str, Any]) -> bool:
         manifest = Statistics.open(out).manifest
     except KizamiError:
         return False  # no STATS of anybody
-    if not is_identity({key: manifest.get(key) for key in facts}, facts):
+    if not is_identity({key: manifest.get(key) for key in facts}, facts) or not has_used(out, files):
         return False
     try:
         _settle(out)
@@ -273,7 +273,7 @@ def _place(checkpoint: Checkpoint, out: Path) -> Path:
     partial = out.with_name(out.name + ".partial")
     try:
         for place in (out, partial):
-            check_apart(checkpoint, place)
+            check_apart(checkpoint, place, "STATS")
     except OSError as e:
         raise io_error("cannot look up", e, str(out)) from e
     return partial
@@ -285,7 +285,7 @@ def _device(word: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:  # torch built without CUDA asserts
         raise KizamiError(
-            f'"{word}" cannot be used: {str(e).splitlines()[0][:200]}', code="bad_device", hint="use cpu or cuda"
+            f'"{word}" cannot be used: {str(e).splitlines()[0][:200]}', code="bad_device", hint="use --device cpu"
         ) from e
     return device
 

@@ -20,16 +20,21 @@ Index = NDArray[np.int64]
 
 class RowFile:
     """`rows` rows of `width` numbers of `dtype`. resumed: the file must be there, and keeps its bytes; else it is made,
-    and its room on the disk reserved. KizamiError "io_error", "damaged_journal"."""
+    and its room on the disk reserved. total: bytes of all files of the run's state.
+    KizamiError "io_error", "damaged_journal"."""
 
-    def __init__(self, path: Path, rows: int, width: int, dtype: np.dtype[Any] | type, resumed: bool) -> None:
+    def __init__(
+        self, path: Path, rows: int, width: int, dtype: np.dtype[Any] | type, resumed: bool, total: int = 0
+    ) -> None:
         self._path, self.rows, self.width, self.dtype = path, rows, width, np.dtype(dtype)
         self._row = width * self.dtype.itemsize
         self._dirty = False
+        self._total = total
+        self._shown = "/".join(path.parts[-3:])  # STATS.partial/.kizami/x
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except OSError as e:
-            raise io_error("cannot open", e, path.name) from e
+            raise io_error("cannot open", e, self._shown) from e
         try:
             self._prepare(rows * self._row, resumed)
         except BaseException:
@@ -42,7 +47,7 @@ class RowFile:
             raise KizamiError(
                 f"has {found} bytes, expected {size}: the unfinished run cannot be trusted",
                 code="damaged_journal",
-                file=self._path.name,
+                file=self._shown,
                 hint="start over with --restart",
             )
         if not resumed:
@@ -52,7 +57,14 @@ class RowFile:
             except OSError as e:
                 with suppress(OSError):
                     os.ftruncate(self._fd, 0)  # what was had goes back to a disk that is full
-                raise io_error(f"cannot reserve {size:,} bytes", e, self._path.name) from e
+                total = max(self._total, size)
+                raise io_error(
+                    f"cannot reserve {size:,} bytes of the run's state",
+                    e,
+                    self._shown,
+                    f"until it ends the run keeps {total:,} bytes in {self._path.parts[-3]}, and its results: "
+                    "choose a STATS where there is room, or take fewer or shorter --samples",
+                ) from e
 
     def close(self) -> None:
         os.close(self._fd)
@@ -63,7 +75,7 @@ class RowFile:
             try:
                 os.fsync(self._fd)
             except OSError as e:
-                raise io_error("cannot write", e, self._path.name) from e
+                raise io_error("cannot write", e, self._shown) from e
             self._dirty = False
 
     def read(self, first: int, last: int) -> NDArray[Any]:
@@ -91,7 +103,7 @@ class RowFile:
                 done = os.pwrite(self._fd, view, at)
                 view, at = view[done:], at + done
         except OSError as e:
-            raise io_error("cannot write", e, self._path.name) from e
+            raise io_error("cannot write", e, self._shown) from e
 
     def _read(self, out: NDArray[Any], first: int) -> None:
         assert 0 <= first <= first + len(out) <= self.rows, (self._path, first, out.shape)
@@ -101,10 +113,10 @@ class RowFile:
             while view:
                 done = os.preadv(self._fd, [view], at)
                 if not done:
-                    raise KizamiError("was cut short during the run", code="damaged_journal", file=self._path.name)
+                    raise KizamiError("was cut short during the run", code="damaged_journal", file=self._shown)
                 view, at = view[done:], at + done
         except OSError as e:
-            raise io_error("cannot read", e, self._path.name) from e
+            raise io_error("cannot read", e, self._shown) from e
 
 
 def _allocate(fd: int, size: int) -> None:
@@ -126,9 +138,9 @@ class TensorFile(RowFile):
     """The same for torch's rows, which NumPy has no BF16 for."""
 
     def __init__(
-        self, path: Path, rows: int, width: int, dtype: torch.dtype, resumed: bool, device: torch.device
+        self, path: Path, rows: int, width: int, dtype: torch.dtype, resumed: bool, device: torch.device, total: int = 0
     ) -> None:
-        super().__init__(path, rows, width, _AS_STORED[dtype], resumed)
+        super().__init__(path, rows, width, _AS_STORED[dtype], resumed, total)
         self._torch, self._device = dtype, device
 
     def load(self, first: int, last: int) -> torch.Tensor:

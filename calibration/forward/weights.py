@@ -48,6 +48,15 @@ class Weights:
     ) -> None:
         self._reader.close()
 
+    def check_unchanged(self) -> None:
+        """KizamiError "source_changed" if a file is not the one that was opened."""
+        self._checkpoint.check_unchanged()
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Of all tensors, those of experts one by one."""
+        return iter(self._checkpoint.tensors)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the values of `name` (`X.weight` also where the file has `X.weight_packed`)."""
         source = self._find(name)

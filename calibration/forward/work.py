@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kizami.calibration.forward.memory import Sizes
+from kizami.calibration.forward.memory import COUNTS, Sizes
 from kizami.calibration.forward.state import RowFile, TensorFile
 from kizami.formats.run_log import FOLDER, JOURNAL
 
@@ -15,8 +15,8 @@ from kizami.formats.run_log import FOLDER, JOURNAL
 class Work:
     """x: hidden states that enter a layer, [tokens, hidden]; attended: after its attention; products: of the units of
     its MLP, [tokens * slots, hidden]; ids, gates: [tokens, top_k]; unit_x, unit_a: the units' sums; unit_counts: sum
-    g^2, sum g^4, n, n_held_out; chosen: keys that the last indexer picked, [tokens, index_topk], if there is one to
-    share. A context manager that closes the files."""
+    g^2, sum g^4, n, n_held_out, overflown; chosen: keys that the last indexer picked, [tokens, index_topk], if there
+    is one to share. A context manager that closes the files."""
 
     def __init__(
         self,
@@ -27,14 +27,15 @@ class Work:
         resumed: bool,
     ) -> None:
         self._files: list[RowFile] = []
+        total = sizes.disk(dtype.itemsize)
 
         def rows(name: str, count: int, width: int, kind: Any) -> RowFile:
-            file = RowFile(folder / name, count, width, kind, resumed)
+            file = RowFile(folder / name, count, width, kind, resumed, total)
             self._files.append(file)
             return file
 
         def tensors(name: str, count: int) -> TensorFile:
-            file = TensorFile(folder / name, count, sizes.hidden, dtype, resumed, device)
+            file = TensorFile(folder / name, count, sizes.hidden, dtype, resumed, device, total)
             self._files.append(file)
             return file
 
@@ -46,7 +47,7 @@ class Work:
             self.gates = rows("gates", sizes.tokens, max(sizes.top_k, 1), np.float32)
             self.unit_x = rows("unit_x", sizes.units, sizes.hidden, np.float64)
             self.unit_a = rows("unit_a", sizes.units, sizes.inner, np.float64)
-            self.unit_counts = rows("unit_counts", sizes.units, 4, np.float64)
+            self.unit_counts = rows("unit_counts", sizes.units, COUNTS, np.float64)
             self.bad = rows("bad", sizes.chunks, 1, np.int64)
             self.chosen = rows("chosen", sizes.tokens, sizes.chosen, np.int32) if sizes.chosen else None
         except BaseException:

@@ -36,7 +36,7 @@ SOLVER_WORKERS = 2  # one solves, with all cores; the other reads and searches. 
 MLP_ROLES = (Role.ROUTED_EXPERT, Role.SHARED_EXPERT, Role.DENSE_MLP)
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
-NOT_KEPT = "its inputs are not kept"
+NOT_KEPT = "inputs are not kept"  # of one module or of many: so all reasons are worded
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -81,8 +81,9 @@ def check_gptq(statistics: Statistics, config: Mapping[str, Any]) -> None:
     "missing_inputs", "unsupported_model"."""
     require_torch()
     if statistics.keep != "all":
+        held = "no inputs" if statistics.keep == "none" else f"the inputs of {statistics.keep} tokens"
         raise KizamiError(
-            f"holds the inputs of {statistics.keep} tokens; gptq forms its Hessians from those of all",
+            f"holds {held}; gptq forms its Hessians from the inputs of all tokens",
             code="missing_inputs",
             file=str(statistics.root),
             hint="run kizami calibrate with --keep all",
@@ -112,7 +113,7 @@ def require_torch() -> None:
         raise KizamiError(
             "--method gptq computes with torch, which is not installed",
             code="missing_torch",
-            hint="pip install 'kizami[torch]'; --method weighted needs only NumPy and is close to it",
+            hint="pip install 'kizami[torch]'; --method weighted needs only NumPy",
         ) from None
 
 
@@ -207,11 +208,11 @@ class Solver:
         if place.part == "down_proj":
             makers = [self._steps.get((*_key(step)[:3], part)) for part in PARTS[:2]]
             if any(maker is None or maker.shape != (width, inputs.shape[1]) for maker in makers):
-                return "there are no gate_proj and up_proj that make its input"
+                return "there are no gate_proj and up_proj that make the input"
             gate, up = (to_bf16(self._tensor(source_weight(maker, self._reader))) for maker in makers if maker)
             activation = SwiGlu(gate, up)
         elif width != inputs.shape[1]:
-            return f"its inputs are {inputs.shape[1]} wide, it has {width} columns"
+            return f"inputs are {inputs.shape[1]} wide, the weight has {width} columns"
         expert = place.expert if place.role is Role.ROUTED_EXPERT else None
         return _Seen(tokens_of(inputs, expert), activation)
 

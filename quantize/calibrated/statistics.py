@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kizami.formats.checkpoint import CONFIG_NAME, Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.families import Role
+from kizami.formats.families import Place, Role
+from kizami.formats.fingerprint import config_sha256
 from kizami.formats.statistics import MANIFEST as STATS_MANIFEST
 from kizami.formats.statistics import ExpertStatistics, LayerStatistics, Statistics, layer_file
 from kizami.quantize.calibrated.column_weights import pooled_input, shrunk_input, shrunk_neurons
@@ -20,7 +22,8 @@ from kizami.quantize.plan import Plan, Step
 from kizami.quantize.settings import MethodName
 
 NO_TOKEN = "no calibration token reached the expert"
-NOT_SEEN = "STATS has nothing on this module"
+NOT_SEEN = "not in STATS"
+NEVER_SEEN = "MTP: never calibrated"  # transformers' models have no such layers
 LAYERS_HELD = 4  # of 14 MB each for Kimi-K2
 MOST_TOKENS = 2.0**53
 
@@ -77,13 +80,13 @@ class Calibration:
         """KizamiError "bad_statistics", or "stats_mismatch" where they are not of this linear."""
         place = step.place
         if place.layer is None or place.layer not in self.statistics.layers:
-            return ColumnStatistics(None, fallback=NOT_SEEN)
+            return ColumnStatistics(None, fallback=unseen(place))
         layer = self._layer(place.layer)
         if place.role is Role.ROUTED_EXPERT and place.expert is not None:
             return _of_expert(step, layer)
         h = layer.statistics.linears.get(step.module)
         if h is None:
-            return ColumnStatistics(None, fallback=NOT_SEEN)
+            return ColumnStatistics(None, fallback=unseen(place))
         _check_width(step, h.shape[0])
         return ColumnStatistics(h.astype(np.float64))
 
@@ -97,6 +100,13 @@ class Calibration:
             while len(self._layers) > self._held:
                 self._layers.popitem(last=False)
             return self._layers[number]
+
+
+def unseen(place: Place) -> str:
+    """Why STATS has nothing on a module."""
+    if not place.in_mtp:
+        return NOT_SEEN
+    return NEVER_SEEN if place.layer is None else f"layer {place.layer} ({NEVER_SEEN})"
 
 
 def _of_expert(step: Step, layer: _Layer) -> ColumnStatistics:
@@ -151,8 +161,9 @@ def _mismatch(step: Step, found: str, expected: str) -> KizamiError:
     )
 
 
-def check_source(statistics: Statistics, contents: Mapping[str, str]) -> None:
-    """KizamiError "stats_mismatch" unless STATS is of the checkpoint with these sampled `contents`."""
+def check_source(statistics: Statistics, checkpoint: Checkpoint, contents: Mapping[str, str]) -> None:
+    """KizamiError "stats_mismatch" unless STATS is of this checkpoint: its sampled `contents` and its config, which
+    decides routing and positions."""
     theirs = statistics.source_contents
     for name in sorted(contents.keys() | theirs.keys()):
         if contents.get(name) != theirs.get(name):
@@ -164,6 +175,13 @@ def check_source(statistics: Statistics, contents: Mapping[str, str]) -> None:
                 file=name,
                 hint="run kizami calibrate on this checkpoint",
             )
+    if statistics.manifest["source"].get("config") != config_sha256(checkpoint):
+        raise KizamiError(
+            "STATS was made with another config.json: who is routed where may be different",
+            code="stats_mismatch",
+            file=CONFIG_NAME,
+            hint="run kizami calibrate on this checkpoint",
+        )
 
 
 def check_statistics(plan: Plan, statistics: Statistics) -> list[Fallback]:

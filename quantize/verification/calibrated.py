@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kizami.formats.errors import KizamiError
 from kizami.formats.families import Role
 from kizami.formats.run_log import canonical
 from kizami.formats.statistics import LayerStatistics, Statistics
 from kizami.quantize import reference
-from kizami.quantize.calibrated.statistics import NO_TOKEN, NOT_SEEN, Chosen, facts_of
+from kizami.quantize.calibrated.statistics import NO_TOKEN, Chosen, facts_of, unseen
 from kizami.quantize.manifest import MANIFEST
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.report import Row
@@ -25,6 +26,7 @@ from kizami.quantize.settings import CALIBRATED
 from kizami.quantize.verification.files import Problem
 
 GPTQ_FIGURES = ("effective_tokens", "gptq_reason", "held_out_tokens", "loss_gptq", "loss_weighted")
+DATA_SHOWN = 5  # files
 UNKNOWN = ("weighted_rel_error",)  # keys of a row that only STATS can tell
 
 
@@ -44,11 +46,16 @@ class Witness:
         self._lock = Lock()
         self._held: tuple[int, LayerStatistics] | None = None  # steps come layer by layer
 
+    def holds(self, plan: Plan, step: Step) -> bool:
+        """Whether a step is held to the statistics."""
+        calibrated = plan.method.name in CALIBRATED and step.action == "quantize"
+        return calibrated and self._statistics is not None
+
     def claim(self, plan: Plan, step: Step, row: Row) -> tuple[Claim | None, str | None]:
         """Of a row of a calibrated method, and what is wrong with it; (None, None) of any other row."""
         if plan.method.name not in CALIBRATED or step.action != "quantize":
             return None, None
-        fault = next(_faults(plan.method.name, row), None)
+        fault = next(_faults(plan.method.name, row, unseen(step.place)), None)
         if fault is not None:
             return None, fault
         figures = {key: row[key] for key in GPTQ_FIGURES if key in row}
@@ -70,11 +77,11 @@ class Witness:
         place, statistics = step.place, self._statistics
         assert statistics is not None
         if place.layer is None or place.layer not in statistics.layers:
-            return None, None, NOT_SEEN
+            return None, None, unseen(place)
         layer = self._layer(place.layer)
         if place.role is not Role.ROUTED_EXPERT or place.expert is None:
             plain = layer.linears.get(step.module)
-            return (None, None, NOT_SEEN) if plain is None else (plain.astype(np.float64), None, None)
+            return (None, None, unseen(place)) if plain is None else (plain.astype(np.float64), None, None)
         experts = layer.experts
         assert experts is not None
         is_down = place.part == "down_proj"
@@ -90,25 +97,50 @@ class Witness:
             return self._held[1]
 
 
-def check_statistics_are_those(statistics: Statistics, manifest: Mapping[str, Any]) -> Iterator[Problem]:
-    recorded = manifest.get("calibration", {})
-    if statistics.sha256 != recorded.get("sha256"):
-        yield Problem(
-            "other_stats", f"STATS has the hash {statistics.sha256}; the run used {recorded.get('sha256')}", MANIFEST
+def require_statistics_of(manifest: Mapping[str, Any], statistics: Statistics) -> None:
+    """KizamiError "stats_mismatch" unless these are the statistics that the run of `manifest` used."""
+    if manifest["method"] not in CALIBRATED:
+        raise KizamiError(
+            f"--stats with an output of --method {manifest['method']}: no statistics were used",
+            code="stats_mismatch",
+            hint="leave --stats out",
         )
-        return
+    recorded = manifest["calibration"]
+    if statistics.sha256 != recorded["sha256"]:
+        sources = statistics.manifest["tokens"].get("sources")
+        named = isinstance(sources, list) and all(isinstance(source, dict) for source in sources)
+        names = [source.get("name") for source in sources] if named else []
+        raise KizamiError(
+            f"these are not the statistics of this run: STATS is {_identity(statistics.sha256, names)}, the run used "
+            + _identity(recorded["sha256"], recorded["data"]),
+            code="stats_mismatch",
+            file=str(statistics.root),
+            hint="give the STATS that the run used, or leave --stats out",
+        )
+
+
+def _identity(sha256: str, names: list[Any]) -> str:
+    """`3f... (of chat.jsonl, a.txt)`."""
+    shown = ", ".join(str(name) for name in names[:DATA_SHOWN])
+    more = f" and {len(names) - DATA_SHOWN} more" if len(names) > DATA_SHOWN else ""
+    return sha256 + (f" (of {shown}{more})" if shown else "")
+
+
+def check_statistics_are_those(statistics: Statistics, manifest: Mapping[str, Any]) -> Iterator[Problem]:
+    """Those with the right hash, in all that the manifest tells of them."""
+    recorded = manifest["calibration"]
     libraries = {"libraries": recorded["libraries"]} if "libraries" in recorded else {}
     if canonical(facts_of(statistics) | libraries) != canonical(recorded):
         yield Problem("other_manifest", "calibration is not what STATS says", MANIFEST)
 
 
-def _faults(method: str, row: Row) -> Iterator[str]:
-    """What does not fit together in a row, whatever STATS says."""
+def _faults(method: str, row: Row, not_seen: str) -> Iterator[str]:
+    """What does not fit together in a row, whatever STATS says. not_seen: the reason if that has nothing on it."""
     used, fallback, tokens = row.get("method"), row.get("fallback"), row.get("tokens")
     may = ("search",) if fallback is not None else ("weighted",) if method == "weighted" else ("gptq", "weighted")
     if used not in may:
         yield f"method is {used!r}, expected {' or '.join(may)}"
-    if fallback not in (None, NO_TOKEN, NOT_SEEN):
+    if fallback not in (None, NO_TOKEN, not_seen):
         yield f"fallback is {fallback!r}, which is no reason"
     if tokens is not None and (type(tokens) is not int or tokens < 0):
         yield f"tokens is {tokens!r}"

@@ -46,11 +46,12 @@ NOT_RECOMPUTED = ("sqnr_top_db", ROW_CRC32)  # read_report holds the second agai
 
 @dataclass(slots=True)
 class Comparison:
-    """tensors: how many were compared."""
+    """tensors: how many were compared; held: how many of them to statistics."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     tensors: int = 0
+    held: int = 0
 
 
 def check_against(
@@ -208,6 +209,7 @@ def _compare(
 
         for (shard, step, _), faults in zip(chosen, thread_map(workers, check, chosen), strict=True):
             found.tensors += 1
+            found.held += witness.holds(plan, step)
             on_progress(found.tensors, len(chosen))
             found.problems += [Problem(code, message, shard.file, step.module) for code, message in faults]
 
