@@ -98,6 +98,7 @@ def make_stats(
     folder: Path,
     *,
     tokens: int = 800,
+    sequence: int = SEQUENCE,
     keep: str = "all",
     seed: int = 0,
     unused: int = 1,
@@ -118,7 +119,7 @@ def make_stats(
         chosen = np.argsort(rng.random_sample((tokens, experts - unused)), axis=1)[:, :k].astype(np.int32)
         gates = rng.random_sample((tokens, k)) + 0.05
         gates = (2.5 * gates / gates.sum(axis=1, keepdims=True)).astype(np.float32) if k else gates.astype(np.float32)
-        held_out = np.arange(tokens) // SEQUENCE % 4 == 3
+        held_out = np.arange(tokens) // sequence % 4 == 3
         layers[i] = data = Layer(correlated(rng, tokens, config["hidden_size"]), chosen, gates, held_out)
         change(i, data)
         for written in (write_layer(folder, statistics(made, i, 0 if dense else experts)), *inputs(made, i, keep)):
@@ -129,11 +130,11 @@ def make_stats(
         folder,
         contents,
         {
-            "sequences": tokens // SEQUENCE,
-            "seq_len": SEQUENCE,
+            "sequences": tokens // sequence,
+            "seq_len": sequence,
             "sha256": "0" * 64,
             "sources": [],
-            "held_out": list(range(3, tokens // SEQUENCE, 4)),
+            "held_out": list(range(3, tokens // sequence, 4)),
         },
         settings,
         {},

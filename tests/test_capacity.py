@@ -69,6 +69,7 @@ def test_int4_weights_on_each_of_8_gpus(name, int4, total):
     assert (gib(computed.per_gpu(8, mtp=True)), computed.total) == (int4, total)
 
 
+@pytest.mark.long
 def test_each_format_is_computed_from_the_other_to_the_byte():
     infos, family = published("glm-5.2-fp8")
     int4 = as_infos(inventory.converted_tensors("glm-5.2-fp8", inventory.Policy()))

@@ -212,7 +212,7 @@ def with_statistics(run: Run) -> None:
             data.experts[:], data.held_out[:] = pairs, np.arange(len(pairs)) >= fit
             data.x[(data.experts == 0).any(axis=1)] = data.x[0]
 
-    made = make_stats(run.source, run.out.with_name("out-STATS"), tokens=len(pairs), change=singular)
+    made = make_stats(run.source, run.out.with_name("out-STATS"), tokens=len(pairs), sequence=50, change=singular)
     assert [len(made.layers[1].of(expert, held_out=False)[0]) for expert in range(4)] == counts
     for module in content["hessians"]:
         assert np.linalg.matrix_rank(made.input_of(module, held_out=False)[0]) == 1

@@ -227,6 +227,7 @@ def _hostile_configs() -> Iterator[tuple[dict[str, Any], dict[str, TensorSpec]]]
                 yield _replaced(config, path, junk), tiny
 
 
+@pytest.mark.long
 def test_no_value_of_a_config_ends_in_a_traceback() -> None:
     refused = checked = 0
     for config, tensors in _hostile_configs():

@@ -194,6 +194,7 @@ def test_a_finished_output_is_called_complete_when_stdout_is_full(tiny_checkpoin
     assert process("verify", out, "-q").code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shell", ["2>/dev/full", "2>&-"])
 def test_talk_that_cannot_be_written_is_dropped(tiny_checkpoint: Path, tmp_path: Path, shell: str) -> None:
     code, out, _ = ended(shell, "convert", tiny_checkpoint, tmp_path / "out", "--max-shard-size", "1MB")

@@ -179,6 +179,7 @@ print(at)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert", "verify"])
 def test_a_signal_at_any_line_of_the_waiting_thread_ends_the_command(

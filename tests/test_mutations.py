@@ -13,6 +13,7 @@ from bounded_run import Ran, broken_rules
 from hostile_json import Pairs, Raw, dumps, nested
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hundreds_of_hostile_inputs_end_by_the_rules(fault_row: Callable[[str, int | str, str], None]) -> None:
     """In a process without PyTorch: its children are small and begin quickly. `python mutations.py 10000` runs more."""

@@ -54,6 +54,7 @@ def test_a_list_of_patterns_hits_what_one_of_them_hits() -> None:
     assert hit == {"a.b", "a.b.c", "x.d_proj", "f.g"}
 
 
+@pytest.mark.long
 def test_more_work_than_a_config_of_ours_can_make_is_refused() -> None:
     hostile = [rf"re:.*\.{'a' * 500}{i}$" for i in range(1500)]
     matcher = Matcher(hostile, "ignore")

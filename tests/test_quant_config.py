@@ -324,6 +324,7 @@ def test_names_with_regular_expression_characters_are_taken_literally() -> None:
     assert resolve(config, packed[1]) == "int4"
 
 
+@pytest.mark.long
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(st.data())
 def test_any_split_of_modules_reads_back(data: st.DataObject) -> None:

@@ -284,6 +284,7 @@ def numpy_features() -> str:
 THREADS = ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_no_byte_depends_on_the_environment(
@@ -355,6 +356,7 @@ def test_without_the_compiler_not_a_byte_is_another(tmp_path: Path) -> None:
 NO_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_file_names_are_never_misread(source: Path, clean: Tree, tmp_path: Path) -> None:
     """Where names are not taken as UTF-8, those beyond ASCII are refused, and nothing else changes."""

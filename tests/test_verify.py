@@ -104,6 +104,7 @@ def flip(path: Path, bit: int) -> None:
 FOUND = "`verify`: exit code 1, names "
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_a_tensor_names_the_tensor(out, fault_row):
     checkpoint = Checkpoint.open(out)
     random = np.random.default_rng(1)

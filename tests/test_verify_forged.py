@@ -107,6 +107,7 @@ def other(value: Any) -> Any:
     return 3
 
 
+@pytest.mark.long
 def test_no_field_of_a_row_can_be_changed(converted: Path, source: Checkpoint, tmp_path: Path) -> None:
     fields = {*next(row for row in rows_of(converted) if row["name"] == EXPERT)} - {"row_crc32", "sqnr_top_db"}
     assert len(fields) > 20

@@ -260,6 +260,6 @@ def test_few_tokens_are_drawn_to_the_layer_and_to_the_expert_s_own_mean() -> Non
     assert ref.shrunk_mean_squares(h, sum_g2, sum_g4, 2, pooled=True) is None
     np.testing.assert_array_equal(shrunk_input(h[0], 0.0, pooled), pooled)
     np.testing.assert_allclose(shrunk_input(h[0], 1e12, pooled), h[0], rtol=1e-9)
-    own = shrunk_neurons(np.array([4.0, 0.0]), 2.0)
+    own = shrunk_neurons(np.array([4.0, 0.0]), 16.0)
     np.testing.assert_array_equal(own, [3.0, 1.0])  # half way to the mean, 2
     assert not pooled_input(np.zeros((2, 3), np.float32), np.zeros(2)).any()
