@@ -47,6 +47,7 @@ def gib(nbytes: int) -> float:
     return round(nbytes / GIB, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "fp8", "fp8_without_mtp", "int4", "total"),
     [("glm-5.2-fp8", 89.50, 88.18, 55.22, 450_903_738_368), ("kimi-k2-fp8", 120.84, 120.84, 70.95, 594_205_911_728)],

@@ -173,6 +173,7 @@ def test_every_plan_loads_everywhere(checkpoint: str, rest: Any, mtp: Any, reque
 # ------------------------------------------------------------------------------------------------ full size
 
 
+@pytest.mark.long
 def test_what_moonshot_publishes_raises_no_alarm_in_a_few_seconds() -> None:
     name = "kimi-k2.5"  # K2-Thinking, at top level, is in test_check_failures.py with fewer layers
     tensors = {t.name: TensorSpec(t.name, t.dtype, t.shape) for t in inventory.source_tensors(name)}

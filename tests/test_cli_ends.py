@@ -96,6 +96,7 @@ def test_signals_before_the_work_give_one_line(tiny_checkpoint: Path, place: str
     assert (code, out, err) == (128 + numbers[0], "", ["kizami: interrupted"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numbers", [[TERM, INT], [INT, INT, INT, INT]], ids=str)
 def test_signals_during_the_work_say_how_to_resume(tiny_checkpoint: Path, tmp_path: Path, numbers: list[int]) -> None:
     code, out, err = signalled("finish", numbers, "convert", tiny_checkpoint, tmp_path / "out")
@@ -104,6 +105,7 @@ def test_signals_during_the_work_say_how_to_resume(tiny_checkpoint: Path, tmp_pa
     assert process("convert", tiny_checkpoint, tmp_path / "out", "-q").code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "numbers"), [("renamed", [TERM, TERM]), ("published", [INT]), ("published", [TERM, INT])], ids=str
 )

@@ -181,6 +181,7 @@ def test_the_file_is_named_under_v(kizami: Run, tiny_checkpoint: Path, tmp_path:
     assert re.search(r"^shard 1/1  model-00001-of-00001\.safetensors  experts 24", done.err, re.M)
 
 
+@pytest.mark.long
 def test_a_terminal_shows_the_bar_only(tiny_checkpoint: Path, tmp_path: Path) -> None:
     code, seen = on_terminal("convert", tiny_checkpoint, tmp_path / "out", "--max-shard-size", "1MB")
     assert code == 0

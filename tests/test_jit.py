@@ -102,6 +102,7 @@ def test_compiled_code_goes_to_the_users_cache_and_nowhere_else(tmp_path: Path) 
     assert not [*package.rglob("*.nbi"), *package.rglob("*.nbc")]
 
 
+@pytest.mark.long
 def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
     first = folder_seen(NUMBA_CACHE_DIR=str(tmp_path))
     entries = list(Path(first).rglob("*.nb?"))
@@ -125,6 +126,7 @@ print(jit.cache_folder(), sum(rows.round_bf16.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.long
 def test_a_filled_cache_that_cannot_be_written_to_is_used(tmp_path: Path) -> None:
     filled = folder_seen(NUMBA_CACHE_DIR=str(tmp_path))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

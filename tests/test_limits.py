@@ -55,6 +55,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_terabytes_in_a_header_cost_no_memory(tmp_path: Path, good: Path) -> None:
     huge = {EXPERT: entry("BF16", [1 << 20, 1 << 20], 0, 2 * TIB)}
@@ -126,6 +127,7 @@ def test_a_hundred_thousand_next_token_layers_are_a_short_warning_and_no_long_se
     assert time.process_time() - begin < 5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.layers.{0}.b{0}.c{0}", "layers.{0}.{1}x", "language_model.q{0}.z{0}", "{0}"])
 def test_ten_thousand_modules_of_any_name_are_planned_in_seconds(tmp_path: Path, name: str) -> None:
