@@ -16,7 +16,7 @@ from output_oracle import Folder
 from kizami.cli.report_outputs import layer_rows, notes
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.fingerprint import sample_contents
+from kizami.formats.fingerprint import config_sha256, sample_contents
 from kizami.formats.int4_layout import Format
 from kizami.formats.statistics import MANIFEST as STATS_MANIFEST
 from kizami.formats.statistics import Statistics
@@ -56,7 +56,8 @@ def measured(converted: Path, demo_stats: Made) -> dict[int, LayerError]:
 def stats_of(source: Path, made: Made) -> Made:
     """The same STATS, said to be of another source of the same shapes."""
     manifest = json.loads((made.folder / "kizami-stats.json").read_text())
-    manifest["source"]["contents"] = sample_contents(Checkpoint.open(source))
+    checkpoint = Checkpoint.open(source)
+    manifest["source"] = {"contents": sample_contents(checkpoint), "config": config_sha256(checkpoint)}
     (made.folder / "kizami-stats.json").write_text(json.dumps(manifest))
     return Made(made.folder, source, made.layers, made.weights)
 

@@ -17,15 +17,15 @@ from kizami.formats.tensors import TensorSpec
 NAME = "kimi-k2-fp8"
 
 
-def write_wide(folder: Path, layers: int, token_ids: np.ndarray) -> Path:
+def write_wide(folder: Path, layers: int, token_ids: np.ndarray, experts: int = 384) -> Path:
     """`layers` of NAME's decoder layers, the first of which is dense; embeddings for `token_ids` only."""
     folder.mkdir(parents=True)
-    config = inventory.config(NAME) | {"num_hidden_layers": layers}
+    config = inventory.config(NAME) | {"num_hidden_layers": layers, "n_routed_experts": experts}
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     weight_map: dict[str, str] = {}
     total = 0
-    for file, specs in _files(layers):
+    for file, specs in _files(layers, experts):
         with open(folder / file, "wb") as out:
             header = encode_header(specs, {"format": "pt"})
             out.write(header)
@@ -41,11 +41,15 @@ def write_wide(folder: Path, layers: int, token_ids: np.ndarray) -> Path:
     return folder
 
 
-def _files(layers: int) -> Iterator[tuple[str, list[TensorSpec]]]:
+def _files(layers: int, experts: int) -> Iterator[tuple[str, list[TensorSpec]]]:
     files: dict[str, list[TensorSpec]] = {}
     for name, dtype, shape, _ in inventory.source_tensors(NAME):
         parts = name.split(".")
         layer = int(parts[2]) if parts[1] == "layers" else None
+        if "experts" in parts and int(parts[parts.index("experts") + 1]) >= experts:
+            continue
+        if ".mlp.gate." in name:  # the router: a row per expert
+            shape = (experts, *shape[1:])
         if layer is None or layer < layers:
             file = "model-rest.safetensors" if layer is None else f"model-{layer}.safetensors"
             files.setdefault(file, []).append(TensorSpec(name, dtype, shape))

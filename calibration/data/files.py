@@ -247,7 +247,9 @@ def _file_of(path: Path, stream: BinaryIO) -> DataFile:
     if suffix == ".parquet" or head.startswith(_PARQUET):
         from kizami.calibration.data.parquet import Parquet
 
-        return Parquet(path, stream)
+        kind: Any = Parquet  # mypy, given folders, takes its base for another class than the one above
+        found: DataFile = kind(path, stream)
+        return found
     return JsonLines(path, stream) if suffix in _JSON_LINES or _is_json_lines(path, stream) else TextFile(path, stream)
 
 
