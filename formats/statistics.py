@@ -64,13 +64,6 @@ class ExpertStatistics:
             np.divide(self.sum_g2**2, self.sum_g4, out=n, where=self.sum_g4 > 0)
         return n
 
-    @property
-    def pooled_h_x(self) -> NDArray[np.float32]:
-        """[hidden] h_x over all tokens of all experts of the layer; zeros without any."""
-        total = float(self.sum_g2.sum())
-        weighted: NDArray[np.float64] = (self.h_x.astype(np.float64) * self.sum_g2[:, None]).sum(axis=0)
-        return (weighted / total if total else weighted).astype(np.float32)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvRange:

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kizami.formats.checkpoint import Checkpoint
-from kizami.formats.dialects import ScaledWeight, decode_scales
 from kizami.formats.int4_layout import Format, layout_specs
 from kizami.formats.reader import TensorReader
 from kizami.quantize.arrange import canonical
@@ -19,11 +18,6 @@ BAND_WEIGHTS = 1 << 20  # as many are widened at a time; float64 copies of them 
 LAYOUT_VIEWS = {"I32": "<i4", "I8": "i1", "F16": "<f2", "F32": "<f4", "BF16": "<u2"}
 
 F32 = NDArray[np.float32]
-
-
-def read_scales(scaled: ScaledWeight, reader: TensorReader) -> F32:
-    """The scale grid [ceil(N/b0), ceil(K/b1)] in float32."""
-    return decode_scales(reader.read(scaled.scale), scaled)
 
 
 def bands(rows: int, columns: int) -> Iterator[tuple[int, int]]:

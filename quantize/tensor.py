@@ -1,18 +1,16 @@
 """From source bytes to output bytes for one step, in pieces that bound the memory."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite, prod
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from kizami.formats.dialects import ScaledWeight, decode_scales
+from kizami.formats.dialects import ScaledWeight
 from kizami.formats.errors import KizamiError
 from kizami.formats.int4_layout import smallest_scale
-from kizami.formats.packed_source import PackedWeight, check_weight_shape
+from kizami.formats.packed_source import PackedWeight
 from kizami.formats.reader import TensorReader
 from kizami.quantize.arrange import arrange
 from kizami.quantize.buffers import Buffers
@@ -22,18 +20,18 @@ from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.fp8 import to_fp8_blocks
 from kizami.quantize.given import Given, chosen_instead, is_given, own_method
-from kizami.quantize.linear import NonFiniteError, Rows, dequantize_rows, quantize_linear
+from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
 from kizami.quantize.measure import measure
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
 from kizami.quantize.settings import Method, Policy
-from kizami.quantize.unpack import PackedRows, as_float32, bf16_scales, to_bf16
+from kizami.quantize.source_rows import check_packed_shape, opened, read_scales
+from kizami.quantize.unpack import as_float32, bf16_scales, to_bf16
 
 # Source bytes per piece of a tensor that needs no look at the whole: a core is busy with it for 5 ms.
 PIECE_BYTES = 8 << 20
 ZERO_CODES = np.uint32(0x88888888).view(np.int32)  # a word of eight codes 0
 BYTE_FOR_BYTE = ("copy", "keep_fp8")
-SOURCE_VIEWS = {"F8_E4M3": np.uint8, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,67 +121,10 @@ def _pass_on(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
     return Produced(tuple(chunks))
 
 
-def read_scales(scaled: ScaledWeight, reader: TensorReader) -> NDArray[np.float32]:
-    """The scale grid [ceil(N/b0), ceil(K/b1)] in float32."""
-    return decode_scales(reader.read(scaled.scale), scaled)
-
-
-@contextmanager
-def source_rows(step: Step, reader: TensorReader, buffers: Buffers) -> Iterator[Rows]:
-    """The source weight as quantize_linear takes it; its memory goes back at the end."""
-    rows: SourceRows | PackedRows
-    if isinstance(step.encoding, PackedWeight):
-        _check_weight_shape(step.encoding, reader)
-        rows = PackedRows(step.encoding, reader, buffers)
-    else:
-        rows = SourceRows(step, reader, buffers)
-    try:
-        yield rows
-    finally:
-        rows.close()
-
-
-class SourceRows:
-    """A 2-D source weight in its own dtype (FP8 and BF16 as raw uint8 and uint16), read as it is asked for. Each run of
-    rows lies in the memory of the run before it."""
-
-    def __init__(self, step: Step, reader: TensorReader, buffers: Buffers) -> None:
-        self.shape = step.weight.shape
-        self.dtype = np.dtype(SOURCE_VIEWS[step.weight.dtype])
-        self._step, self._reader, self._buffers = step, reader, buffers
-        self._memory: NDArray[np.uint8] | None = None
-        self._held: tuple[slice, NDArray[Any]] | None = None  # a tensor of one run is read once
-
-    def __getitem__(self, rows: slice) -> NDArray[Any]:
-        if self._held is None or self._held[0] != rows:
-            width = self.shape[1] * self.dtype.itemsize
-            first, nbytes = rows.start * width, (rows.stop - rows.start) * width
-            raw = self._reader.read(self._step.weight, first=first, nbytes=nbytes, empty=self._empty)
-            self._held = rows, raw.view(self.dtype).reshape(rows.stop - rows.start, self.shape[1])
-        return self._held[1]
-
-    def _empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        if self._memory is None or self._memory.nbytes < shape[0]:
-            self.close()
-            self._memory = self._buffers.empty(shape, dtype)
-        return self._memory[: shape[0]]
-
-    def close(self) -> None:
-        """Gives the memory back; the rows must not be used any more."""
-        if self._memory is not None:
-            self._buffers.give(self._memory)
-        self._memory = self._held = None
-
-
 def _quantize(step: Step, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers) -> Produced:
-    scale, block = None, None
-    if isinstance(step.encoding, ScaledWeight):
-        scale, block = read_scales(step.encoding, reader), step.encoding.block
-    with source_rows(step, reader, buffers) as weight:
-        smallest = smallest_scale(policy.format)
-        linear = quantize_linear(
-            weight, scale, block, policy.group_size, method, buffers.empty, smallest_scale=smallest
-        )
+    smallest = smallest_scale(policy.format)
+    with opened(step, reader, buffers) as source:
+        linear = quantize_linear(*source, policy.group_size, method, buffers.empty, smallest_scale=smallest)
     return Produced(_arranged(step, policy, linear.packed, linear.scale), linear.sums)
 
 
@@ -195,15 +136,10 @@ def _quantize_calibrated(
     if columns.h is None:
         made = _quantize(step, reader, policy, replace(method, name="search", stats=None), buffers)
         return replace(made, chosen=Chosen("search", columns.tokens, columns.fallback))
-    grid, block = None, None
-    if isinstance(step.encoding, ScaledWeight):
-        grid, block = read_scales(step.encoding, reader), step.encoding.block
     weights = integer_weights(columns.h, policy.group_size)
     smallest = smallest_scale(policy.format)
-    with source_rows(step, reader, buffers) as weight:
-        linear = quantize_linear(
-            weight, grid, block, policy.group_size, method, buffers.empty, None, smallest, weights, columns.h
-        )
+    with opened(step, reader, buffers) as source:
+        linear = quantize_linear(*source, policy.group_size, method, buffers.empty, None, smallest, weights, columns.h)
     chosen = Chosen("weighted", columns.tokens)
     if calibration.solver is not None:
         linear, outcome = calibration.solver.improve(step, lambda: source_weight(step, reader), linear, columns.h)
@@ -219,11 +155,8 @@ def _take_given(
         made = _quantize(step, reader, policy, own_method(method, step), buffers)
         return replace(made, chosen=chosen_instead(method, step))
     packed, scale = given.read(step)
-    grid, block = None, None
-    if isinstance(step.encoding, ScaledWeight):
-        grid, block = read_scales(step.encoding, reader), step.encoding.block
-    with source_rows(step, reader, buffers) as weight:
-        sums = measure(weight, grid, block, packed, scale)
+    with opened(step, reader, buffers) as source:
+        sums = measure(*source, packed, scale)
     if not isfinite(sums.sum_w2):  # the engine refuses such a source, and it may have run before it was damaged
         raise KizamiError("has weights that are not finite", code="non_finite", tensor=step.weight.name)
     return Produced(_arranged(step, policy, packed, scale), sums)
@@ -244,7 +177,7 @@ def _repack(step: Step, reader: TensorReader, policy: Policy) -> Produced:
     """The source's own codes and scales; groups that are divided share their scale."""
     encoding = step.encoding
     assert isinstance(encoding, PackedWeight)
-    _check_weight_shape(encoding, reader)
+    check_packed_shape(encoding, reader)
     packed = reader.read(encoding.packed).view("<i4").reshape(encoding.rows, -1)
     scale = bf16_scales(encoding, reader)
     _check_no_zero_scale(scale, encoding)
@@ -266,8 +199,8 @@ def _arranged(
 def _dequantize(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
     step, encoding = piece.step, piece.step.encoding
     if not isinstance(encoding, ScaledWeight):
-        with source_rows(step, reader, buffers) as weight:
-            values = weight[piece.first : piece.first + piece.count]
+        with opened(step, reader, buffers) as source:
+            values = source.rows[piece.first : piece.first + piece.count]
             return Produced(((step.outputs[0].name, to_bf16(values, piece.first, buffers.empty)),))
     k = step.weight.shape[1]
     raw = reader.read(step.weight, first=piece.first * k, nbytes=piece.count * k, empty=buffers.empty)
@@ -279,17 +212,11 @@ def _dequantize(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produce
 
 def _to_fp8(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
     step = piece.step
-    with source_rows(step, reader, buffers) as weight:
-        values = as_float32(weight[piece.first : piece.first + piece.count])
+    with opened(step, reader, buffers) as source:
+        values = as_float32(source.rows[piece.first : piece.first + piece.count])
         made = to_fp8_blocks(values, piece.first, buffers.empty)
     names = [spec.name for spec in step.outputs]
     return Produced(((names[0], made.codes), (names[1], made.scale)), made.sums)
-
-
-def _check_weight_shape(encoding: PackedWeight, reader: TensorReader) -> None:
-    if encoding.shape_tensor is not None:
-        dtype = {"I32": "<i4", "I64": "<i8"}[encoding.shape_tensor.dtype]
-        check_weight_shape(reader.read(encoding.shape_tensor).view(dtype).tolist(), encoding)
 
 
 def _check_no_zero_scale(scale: NDArray[np.uint16], encoding: PackedWeight) -> None:

@@ -13,7 +13,8 @@ from kizami.quantize.buffers import Buffers
 from kizami.quantize.linear import quantize_linear
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Method, Policy
-from kizami.quantize.tensor import SourceRows, pieces, produce, read_scales
+from kizami.quantize.source_rows import SourceRows, read_scales
+from kizami.quantize.tensor import pieces, produce
 
 
 def first_packed(source: Path) -> tuple:

@@ -88,13 +88,6 @@ def test_tokens_of_equal_weight_count_one_each(stats: Path) -> None:
     assert experts.effective_n.tolist() == [0.0, 1.0, 2.0, 2.0]
 
 
-def test_the_pooled_statistics_weigh_experts_with_their_tokens(stats: Path) -> None:
-    experts = Statistics.open(stats).layer(3).experts
-    assert experts is not None
-    expected = (experts.h_x * np.array([0, 1, 2, 3])[:, None]).sum(axis=0) / 6
-    assert np.allclose(experts.pooled_h_x, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("file", ["layer-00003.safetensors", "inputs-00003.safetensors"])
 def test_a_changed_byte_is_refused(stats: Path, file: str) -> None:
     data = bytearray((stats / file).read_bytes())

@@ -31,7 +31,7 @@ from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan
 from kizami.quantize.report import read_report
 from kizami.quantize.settings import Method, Policy
-from kizami.quantize.tensor import read_scales, source_rows
+from kizami.quantize.source_rows import opened, read_scales
 from kizami.quantize.verification.calibrated import Witness
 from kizami.quantize.verify import verify
 
@@ -93,9 +93,8 @@ def test_every_module_has_the_codes_of_its_own_statistics(
                 h = ref.shrunk_mean_squares(rows, experts.sum_g2, experts.sum_g4, place.expert or 0, pooled=pooled)
             method = Method("search") if h is None else Method("weighted", stats="")
             weights = None if h is None else integer_weights(h, 32)
-            grid = read_scales(step.encoding, reader)  # type: ignore[arg-type]
-            with source_rows(step, reader, Buffers(0)) as weight:
-                made = quantize_linear(weight, grid, (128, 128), 32, method, weights=weights, h=h)
+            with opened(step, reader, Buffers(0)) as opened_source:
+                made = quantize_linear(*opened_source, 32, method, weights=weights, h=h)
             assert stored(converted, step.module) == (made.packed.tobytes(), made.scale.tobytes()), step.module
             row = rows_of(converted)[step.module]
             assert row["method"] == method.name

@@ -1,6 +1,5 @@
 """`run_calibration`: a forward pass over tokens, layer by layer, and the STATS folder that it leaves."""
 
-import hashlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,9 +23,9 @@ from kizami.calibration.forward.work import Work, remove_state
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error, what_is_there
-from kizami.formats.fingerprint import sample_contents
+from kizami.formats.fingerprint import config_sha256, sample_contents
 from kizami.formats.places import check_apart
-from kizami.formats.run_log import FOLDER, JOURNAL, canonical, is_identity
+from kizami.formats.run_log import FOLDER, JOURNAL, is_identity
 from kizami.formats.statistics import Statistics, find_fault
 from kizami.formats.statistics_writer import InputsWriter, write_layer, write_manifest
 from kizami.formats.writer import WrittenShard, fsync_folder
@@ -195,7 +194,7 @@ def _facts(
     """What a resumed run must share with the one that it resumes, and what the manifest says of a run."""
     return {
         "source": {"name": checkpoint.root.resolve().name, "contents": sample_contents(checkpoint),
-                   "config": _sha256(canonical(checkpoint.config))},
+                   "config": config_sha256(checkpoint)},
         "tokens": {"sha256": tokens.sha256, "sequences": tokens.sequences, "seq_len": tokens.seq_len,
                    "held_out": list(tokens.held_out), "sources": [asdict(source) for source in tokens.sources],
                    "mix": asdict(tokens.mix)},
@@ -306,7 +305,3 @@ def _check_tokens(tokens: TokenSet, model: Model) -> None:
             code="bad_token",
             hint="use a smaller --seq-len",
         )
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kizami.formats.dialects import ScaledWeight
 from kizami.formats.errors import KizamiError
 from kizami.formats.families import Role
 from kizami.formats.reader import TensorReader
 from kizami.formats.statistics import LayerInputs, Statistics
 from kizami.quantize.buffers import Buffers
-from kizami.quantize.decode import bands, float32_weight, int4_weight, read_scales
+from kizami.quantize.decode import bands, float32_weight, int4_weight
 from kizami.quantize.executor import Stopped, available_cores
 from kizami.quantize.linear import PackedLinear
 from kizami.quantize.measure import measure_values
 from kizami.quantize.plan import Plan, Step
+from kizami.quantize.source_rows import opened
 
 if TYPE_CHECKING:
     import torch
@@ -291,13 +291,8 @@ class Solver:
 
 def source_weight(step: Step, reader: TensorReader) -> F32:
     """float32 [N, K] of a step's source."""
-    from kizami.quantize.tensor import source_rows
-
-    grid, block = None, None
-    if isinstance(step.encoding, ScaledWeight):
-        grid, block = read_scales(step.encoding, reader), step.encoding.block
-    with source_rows(step, reader, Buffers(0)) as rows:
-        return float32_weight(rows, grid, block)
+    with opened(step, reader, Buffers(0)) as source:
+        return float32_weight(*source)
 
 
 def pack(codes: NDArray[np.int8]) -> NDArray[np.int32]:

@@ -14,7 +14,7 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.families import Place, Role
 from kizami.formats.fingerprint import config_sha256
 from kizami.formats.statistics import MANIFEST as STATS_MANIFEST
-from kizami.formats.statistics import ExpertStatistics, LayerStatistics, Statistics, layer_file
+from kizami.formats.statistics import LayerStatistics, Statistics, layer_file
 from kizami.quantize.calibrated.column_weights import pooled_input, shrunk_input, shrunk_neurons
 from kizami.quantize.calibrated.solver import Solver, check_gptq
 from kizami.quantize.manifest import is_facts
@@ -25,7 +25,6 @@ NO_TOKEN = "no calibration token reached the expert"
 NOT_SEEN = "not in STATS"
 NEVER_SEEN = "MTP: never calibrated"  # transformers' models have no such layers
 LAYERS_HELD = 4  # of 14 MB each for Kimi-K2
-MOST_TOKENS = 2.0**53
 
 F64 = NDArray[np.float64]
 
@@ -95,7 +94,9 @@ class Calibration:
             if number not in self._layers:
                 statistics = self.statistics.layer(number)
                 experts = statistics.experts
-                self._layers[number] = _Layer(statistics, None if experts is None else _pooled(experts, number))
+                self._layers[number] = _Layer(
+                    statistics, None if experts is None else pooled_input(experts.h_x, experts.sum_g2)
+                )
             self._layers.move_to_end(number)
             while len(self._layers) > self._held:
                 self._layers.popitem(last=False)
@@ -119,30 +120,12 @@ def _of_expert(step: Step, layer: _Layer) -> ColumnStatistics:
     is_down = step.place.part == "down_proj"
     mean_squares = (experts.h_a if is_down else experts.h_x)[expert]
     _check_width(step, mean_squares.shape[0])
-    tokens, n = int(experts.n[expert]), _effective(float(experts.sum_g2[expert]), float(experts.sum_g4[expert]))
+    tokens, n = int(experts.n[expert]), float(experts.effective_n[expert])
     if not tokens or not n:
         return ColumnStatistics(None, tokens, NO_TOKEN)
     if is_down:
         return ColumnStatistics(shrunk_neurons(mean_squares, n), tokens)
     return ColumnStatistics(shrunk_input(mean_squares, n, layer.pooled), tokens)
-
-
-def _effective(sum_g2: float, sum_g4: float) -> float:
-    """As ExpertStatistics.effective_n; finite whatever the numbers."""
-    return min(sum_g2 * sum_g2 / sum_g4, MOST_TOKENS) if sum_g4 else 0.0
-
-
-def _pooled(experts: ExpertStatistics, layer: int) -> F64:
-    with np.errstate(over="ignore", invalid="ignore"):
-        pooled = pooled_input(experts.h_x, experts.sum_g2)
-    if not np.isfinite(pooled).all():
-        raise KizamiError(
-            "experts.h_x and experts.sum_g2 are too large to be added up",
-            code="bad_statistics",
-            file=layer_file(layer),
-            hint="run kizami calibrate again",
-        )
-    return pooled
 
 
 def _check_width(step: Step, found: int) -> None:
