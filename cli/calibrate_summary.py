@@ -7,13 +7,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kizami.cli.output import Ui, counted, duration, exact, gib
+from kizami.formats.statistics import STARVED
 
 if TYPE_CHECKING:
     from kizami.calibration.data.tokens import TokenSet
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import LayerStatistics, Statistics
 
-STARVED = 16  # fit tokens; fewer say nothing about the channels of an expert
 SERVED = {"none": ("weighted",), "held-out": ("weighted", "report"), "all": ("weighted", "gptq", "report")}
 NAMES_SHOWN = 5
 

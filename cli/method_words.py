@@ -14,14 +14,15 @@ NAMES_SHOWN = 8
 
 def method_body(rows: "list[Row]") -> dict[str, Any]:
     """The part of --json."""
-    from kizami.quantize.report import FEW_TOKENS, experts_of_few_tokens, gptq_summary, weighted_error
+    from kizami.formats.statistics import STARVED
+    from kizami.quantize.report import experts_of_few_tokens, gptq_summary, weighted_error
 
     gptq = gptq_summary(rows)
     few = [{"name": name, "tokens": tokens} for name, tokens in experts_of_few_tokens(rows).items()]
     return {
         "weighted_rel_error": weighted_error(rows),
         "gptq": None if gptq is None else asdict(gptq),
-        "few_tokens": {"below": FEW_TOKENS, "experts": few},
+        "few_tokens": {"below": STARVED, "experts": few},
     }
 
 

@@ -51,11 +51,10 @@ def outputs_body(ui: Ui, out: Path, stats: Path, against: str, top: int | None, 
     """The part of --json. top: how many modules, the worst first; None for all."""
     from kizami.cli.source import open_source
     from kizami.formats.checkpoint import Checkpoint
-    from kizami.formats.statistics import Statistics
+    from kizami.formats.statistics import STARVED, Statistics
     from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT
     from kizami.quantize.manifest import method_of, read_manifest
     from kizami.quantize.output_error import (
-        STARVED,
         OutputErrors,
         median_error,
         unsure_modules,

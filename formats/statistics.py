@@ -31,6 +31,7 @@ MANIFEST = "kizami-stats.json"
 SCHEMA = "kizami.stats/1"
 MAX_MANIFEST_BYTES = 4 << 20  # 62 layers take 30 kB
 MAX_TOKENS = 1 << 40
+STARVED = 32  # fit tokens of an expert, below which its own mean squares, unshrunk, do harm (docs/methods.md)
 KV_FIGURES = ("amax", "rms", "p9999", "first_token_amax")
 
 Keep = Literal["none", "held-out", "all"]

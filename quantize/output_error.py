@@ -19,7 +19,7 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.families import Role
 from kizami.formats.fingerprint import sample_contents
 from kizami.formats.reader import TensorReader
-from kizami.formats.statistics import LayerInputs, Statistics
+from kizami.formats.statistics import STARVED, LayerInputs, Statistics
 from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT, MLP_ROLES, PARTS, check_activation, source_weight
 from kizami.quantize.calibrated.statistics import check_source, find_fallbacks
 from kizami.quantize.decode import float32_weight, int4_weight, packed_of
@@ -30,7 +30,6 @@ from kizami.quantize.unpack import as_float32, to_bf16
 
 WINDOW_BYTES = 1 << 30  # of inputs, outputs and their errors; 12,000 tokens of Kimi-K2
 CHUNK = 1024  # tokens that go through an expert at a time
-STARVED = 16  # fit tokens: from there on an expert's mean squares tell what more would tell (int4-algorithms 7.2)
 GATES = ("shared_expert_gate", "shared_experts_gate")
 CHANGED = ("quantize", "repack", "to_fp8")  # actions; after any other one the weights are the reference's
 

@@ -13,13 +13,13 @@ from typing import Any
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import resolve_inside
 from kizami.formats.run_log import canonical
+from kizami.formats.statistics import STARVED
 from kizami.quantize.manifest import REPORT
 from kizami.quantize.settings import CALIBRATED, GIVEN
 
 Row = dict[str, Any]
 MAX_REPORT_BYTES = 256 << 20  # Kimi-K2's has 70 MB; it is held in memory
 MAX_LINE_BYTES = 1 << 16  # a row takes 1 kB, with the longest names that a header may have 6 kB; longer lines are cut
-FEW_TOKENS = 32  # of an expert, below which only shrunk statistics never did harm (docs/methods.md)
 ROW_CRC32 = "row_crc32"  # of the row's own line, without this key: tells which row is damaged
 
 
@@ -193,7 +193,7 @@ def gptq_summary(rows: Iterable[Row]) -> GptqSummary | None:
 def experts_of_few_tokens(rows: Iterable[Row]) -> dict[str, int]:
     """Name -> fit tokens of the experts whose statistics are shrunk most; those that no token reached have none."""
     tokens = {row["name"].rpartition(".")[0]: row.get("tokens") or 0 for row in rows if row["role"] == "routed_expert"}
-    return {name: count for name, count in tokens.items() if 0 < count < FEW_TOKENS}
+    return {name: count for name, count in tokens.items() if 0 < count < STARVED}
 
 
 def threshold_hint(method: str) -> str | None:

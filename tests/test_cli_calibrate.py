@@ -25,7 +25,7 @@ from kizami.cli.calibrate_watch import CalibrationWatch, layer_line
 from kizami.cli.output import Ui
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.statistics import Statistics
+from kizami.formats.statistics import STARVED, Statistics
 
 SMALL = ("--samples", "4", "--seq-len", "64", "--threads", "1")
 Calibrate = Callable[..., Done]
@@ -56,12 +56,12 @@ def test_the_summary_ends_with_size_and_starved_experts(run: Calibrate, tmp_path
     assert f"{tmp_path / 'stats'}: 4 sequences of 64 tokens, 1 of them held out" in lines
     assert re.search(r"^notes\.txt +\d+ +256$", done.out, re.M)
     assert re.search(r"^code 0%, chats 0%, chats with tool calls 0%; letters outside code: Latin 100%$", done.out, re.M)
-    assert re.search(r"^layer +experts +min +median +max +under 16 +none$", done.out, re.M)
+    assert re.search(r"^layer +experts +min +median +max +under 32 +none$", done.out, re.M)
     assert "KV cache" not in done.out
     assert "serves weighted and report; not gptq, which needs --keep all" in lines
     assert re.search(r"^MTP layers \[5\] were not run", done.out, re.M)
     assert re.search(r"^data +pieces +tokens$", done.out, re.M)
-    assert re.fullmatch(r"[\d.]+ KiB of statistics, \d+ of 64 experts with fewer than 16 tokens", lines[-1])
+    assert re.fullmatch(r"[\d.]+ KiB of statistics, \d+ of 64 experts with fewer than 32 tokens", lines[-1])
     needs, *layers = done.err.splitlines()[1:]
     sizes = r"[\d.]+ [KM]iB of scratch, about [\d.]+ [KM]iB of STATS, [\d.]+ MiB of memory"
     assert re.fullmatch(f"4 x 64 tokens: {sizes}", needs)
@@ -84,7 +84,7 @@ def test_json_is_one_object_with_what_stats_says(run: Calibrate, tmp_path: Path,
         for layer, experts in counts.items()
         if experts is not None
         for expert, n in enumerate(experts.n.tolist())
-        if n < 16
+        if n < STARVED
     }
     assert hungry
     assert set(body["experts"]["starved"]) == {name for name, n in hungry.items() if n}
