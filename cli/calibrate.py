@@ -157,8 +157,9 @@ def _with_room(checkpoint: "Checkpoint", tokens: "TokenSet", out: Path, keep: st
 
     from kizami.cli.convert import free_bytes
     from kizami.cli.output import gib
+    from kizami.formats.places import partial_of
 
-    if out.with_name(out.name + ".partial").exists():
+    if partial_of(out, "STATS").exists():
         return tokens  # some of it is there already
     held_out = len(tokens.held_out) * tokens.seq_len
     needed = disk_bytes(_text_config(checkpoint), tokens.ids.size, held_out, keep, itemsize)

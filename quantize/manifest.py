@@ -10,6 +10,7 @@ from typing import Any, get_args
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import resolve_inside
 from kizami.formats.int4_layout import FORMATS
+from kizami.formats.places import OUTPUT_MANIFEST
 from kizami.formats.run_log import canonical
 from kizami.formats.strict_json import dump_json, read_json_object
 from kizami.quantize.plan import Plan
@@ -26,7 +27,7 @@ from kizami.quantize.settings import (
     ScaleSign,
 )
 
-MANIFEST = "kizami.json"
+MANIFEST = OUTPUT_MANIFEST
 REPORT = "kizami-report.jsonl"
 CARD = "README.md"
 CONFIG = "config.json"

@@ -10,7 +10,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import kind_of, listed, what_is_there
 from kizami.formats.index import INDEX_NAME
-from kizami.formats.places import check_apart
+from kizami.formats.places import check_new_folder
 from kizami.formats.run_log import FOLDER, JOURNAL
 from kizami.quantize.given import given_bytes
 from kizami.quantize.journal import JOURNAL_FILE, KEPT, is_journal
@@ -23,34 +23,13 @@ STRANGERS_SHOWN = 3
 
 def check_place(checkpoint: Checkpoint, out: Path) -> Path:
     """Checks OUT and gives OUT.partial. The source is never written to, and nothing of a stranger is removed."""
-    if out.name in ("", ".."):  # OUT.partial lies beside it
-        raise KizamiError(
-            "is a place, not the name of a new folder", code="bad_out", file=str(out), hint="give OUT a name"
-        )
+    partial = check_new_folder(checkpoint, out)
     if (there := what_is_there(out)) is not None:
         raise KizamiError(
             f"{there}; kizami writes complete new folders only",
             code="out_exists",
             file=str(out),
             hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
-        )
-    partial = out.with_name(out.name + ".partial")
-    for place in (out, partial):
-        check_apart(checkpoint, place)
-        if os.path.ismount(place):  # everything would go to another disk, and OUT.partial could not be renamed
-            raise KizamiError(
-                "is where another disk is mounted, and OUT must appear there by a rename",
-                code="bad_out",
-                file=str(place),
-                hint=f"name a new folder inside it, as {place / 'model'}",
-            )
-    around = next((folder for folder in Path(os.path.realpath(out)).parents if (folder / MANIFEST).is_file()), None)
-    if around is not None:
-        raise KizamiError(
-            f"lies in {around}, an output of kizami, which would not verify any more",
-            code="bad_out",
-            file=str(out),
-            hint="write it elsewhere",
         )
     with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
         _check_partial(partial)

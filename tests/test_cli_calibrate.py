@@ -230,6 +230,18 @@ def test_stats_in_the_source_are_refused_by_that_name(run: Calibrate, demo_check
     assert "STATS (or STATS.partial, where the work is done) and SRC are one folder or lie in each other" in done.err
 
 
+@pytest.mark.parametrize("out", [".", "/", "", ".."])
+def test_a_place_is_no_name_for_stats(run: Calibrate, out: str) -> None:
+    done = run(out)
+    assert (done.code, done.err.count("is a place, not the name of a new folder")) == (2, 1)
+
+
+def test_stats_are_not_put_into_an_output(run: Calibrate, tmp_path: Path) -> None:
+    (tmp_path / "kizami.json").write_text("{}")
+    done = run(tmp_path / "stats")
+    assert (done.code, "would not verify any more" in done.err) == (2, True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_gpu_that_is_not_there_has_a_way_out(run: Calibrate, tmp_path: Path) -> None:
     done = run(tmp_path / "stats", "--device", "cuda", "--json")

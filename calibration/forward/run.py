@@ -24,7 +24,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error, what_is_there
 from kizami.formats.fingerprint import config_sha256, sample_contents
-from kizami.formats.places import check_apart
+from kizami.formats.places import check_new_folder
 from kizami.formats.run_log import FOLDER, JOURNAL, is_identity
 from kizami.formats.statistics import Statistics, find_fault
 from kizami.formats.statistics_writer import InputsWriter, write_layer, write_manifest
@@ -265,17 +265,10 @@ def _look(out: Path) -> str | None:
 
 def _place(checkpoint: Checkpoint, out: Path) -> Path:
     """OUT.partial, if both may be written to."""
-    if out.name in ("", ".."):
-        raise KizamiError(
-            "is a place, not the name of a new folder", code="bad_out", file=str(out), hint="give STATS a name"
-        )
-    partial = out.with_name(out.name + ".partial")
     try:
-        for place in (out, partial):
-            check_apart(checkpoint, place, "STATS")
+        return check_new_folder(checkpoint, out, "STATS")
     except OSError as e:
         raise io_error("cannot look up", e, str(out)) from e
-    return partial
 
 
 def _device(word: str) -> torch.device:
