@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
+from kizami.formats.statistics import MANIFEST
 
 OUTPUT_MANIFEST = "kizami.json"
 
@@ -35,10 +36,13 @@ def check_new_folder(checkpoint: Checkpoint, out: Path, word: str = "OUT") -> Pa
                 hint=f"name a new folder inside it, as {place / 'model'}",
             )
     parents = Path(os.path.realpath(out)).parents
-    around = next((folder for folder in parents if (folder / OUTPUT_MANIFEST).is_file()), None)
+    whole = {OUTPUT_MANIFEST: "an output of kizami, which would not verify any more", MANIFEST: "a STATS folder"}
+    around = next(
+        (f"{folder}, {kind}" for folder in parents for file, kind in whole.items() if (folder / file).is_file()), None
+    )
     if around is not None:
         raise KizamiError(
-            f"lies in {around}, an output of kizami, which would not verify any more",
+            f"lies in {around}",
             code="bad_out",
             file=str(out),
             hint="write it elsewhere",

@@ -70,9 +70,9 @@ def _not_locked(error: OSError, partial: Path) -> KizamiError:
             "another kizami is writing there",
             code="locked",
             file=partial.name,
-            hint="wait for it, or choose another OUT",
+            hint="wait for it, or write elsewhere",
         )
-    hint = "kizami needs flock, so that no two runs write into one folder: choose an OUT on another file system"
+    hint = "kizami needs flock, so that no two runs write into one folder: write to another file system"
     return io_error("cannot lock", error, partial.name, hint)
 
 

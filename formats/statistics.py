@@ -219,12 +219,11 @@ class Statistics:
             seen = np.bincount(experts[held_out].reshape(-1), minlength=count)
             if (seen < layer.experts.n_held_out).any():
                 raise _bad("has fewer held-out tokens of an expert than the layer's statistics", file)
-        sequences, seq_len, ids = tokens.get("sequences"), tokens.get("seq_len"), tokens.get("held_out")
-        if type(sequences) is int and type(seq_len) is int and isinstance(ids, list):
-            kept = seq_len * (sequences if self.keep == "all" else len(ids))
-            if (len(held_out), int(held_out.sum())) != (kept, seq_len * len(ids)):
-                found = f"{len(held_out)} tokens, {int(held_out.sum())} of them held out"
-                raise _bad(f"has {found}, expected {kept} and {seq_len * len(ids)}", file)
+        kept = tokens["seq_len"] * (tokens["sequences"] if self.keep == "all" else len(tokens["held_out"]))
+        aside = tokens["seq_len"] * len(tokens["held_out"])
+        if (len(held_out), int(held_out.sum())) != (kept, aside):
+            found = f"{len(held_out)} tokens, {int(held_out.sum())} of them held out"
+            raise _bad(f"has {found}, expected {kept} and {aside}", file)
 
     def _open(self, file: str) -> tuple[dict[str, TensorInfo], int]:
         record = self.manifest["files"].get(file)
@@ -343,15 +342,35 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
         and all(isinstance(value, str) for value in contents.values())
         and isinstance(settings, dict)
         and settings.get("keep") in ("none", "held-out", "all")
-        and isinstance(manifest.get("tokens"), dict)
+        and _are_tokens(manifest.get("tokens"))
         and isinstance(layers, list)
         and all(type(layer) is int and 0 <= layer < 100_000 for layer in layers)
         and sorted(set(layers)) == layers
         and isinstance(files, dict)
-        and all(isinstance(record, dict) and isinstance(record.get("sha256"), str) for record in files.values())
+        and all(
+            isinstance(record, dict) and isinstance(record.get("sha256"), str) and _is_count(record.get("bytes"), 0)
+            for record in files.values()
+        )
     )
     if not fits:
         raise _bad("source, settings, tokens, layers or files are not what kizami writes")
+
+
+def _are_tokens(tokens: object) -> bool:
+    if not isinstance(tokens, dict) or not isinstance(tokens.get("sha256"), str):
+        return False
+    sequences, held_out = tokens.get("sequences"), tokens.get("held_out")
+    return (
+        _is_count(sequences, 1)
+        and _is_count(tokens.get("seq_len"), 1)
+        and isinstance(held_out, list)
+        and all(_is_count(sequence, 0) and sequence < sequences for sequence in held_out)
+        and sorted(set(held_out)) == held_out
+    )
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= MAX_TOKENS
 
 
 def _bad(message: str, file: str = MANIFEST) -> KizamiError:

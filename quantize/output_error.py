@@ -50,8 +50,18 @@ class Energy:
 
     @property
     def rel_error(self) -> float | None:
-        """None where there was no output to compare with, or one that float32 cannot hold."""
-        return sqrt(self.noise / self.signal) if self.signal and isfinite(self.signal + self.noise) else None
+        """None where there was no output to compare with."""
+        return sqrt(self.noise / self.signal) if self.signal else None
+
+    def check(self, module: str) -> None:
+        """KizamiError "non_finite"."""
+        if not isfinite(self.signal + self.noise):
+            raise KizamiError(
+                "its output on the held-out tokens, of the source or of the output, is beyond float32",
+                code="non_finite",
+                tensor=module,
+                hint="the weights there are damaged (kizami verify finds which), or STATS is",
+            )
 
     @property
     def sqnr_db(self) -> float | None:
@@ -191,6 +201,7 @@ class _Weights:
         return float32_weight(self._reader.read(weight).reshape(weight.shape), grid, (128, 128))
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite at the end is found by `check`
 def _measure(layer: int, steps: _Layer, weights: _Weights, inputs: LayerInputs, routing: Routing | None) -> LayerError:
     held_out = np.flatnonzero(inputs.held_out)
     experts, gates, hidden = inputs.experts, inputs.gates, inputs.shape[1]
@@ -219,6 +230,11 @@ def _measure(layer: int, steps: _Layer, weights: _Weights, inputs: LayerInputs, 
                 output[part] += y
                 error[part] += e
         total.add(output, error)
+    for expert, mlp in steps.experts.items():
+        of_expert[expert].check(_parent(mlp))
+    if steps.whole:
+        of_whole.check(_parent(steps.whole))
+    total.check(f"the MLP of layer {layer}")
     modules = [
         ModuleError(_parent(mlp), layer, expert, tokens[expert], of_expert[expert].rel_error, of_expert[expert].sqnr_db)
         for expert, mlp in steps.experts.items()
@@ -250,8 +266,7 @@ def _forward(x: F32, mlp: Mlp) -> F32:
     """silu(x Wg^T) * (x Wu^T), then down."""
     gate, up, down = mlp
     g = x @ gate.T
-    with np.errstate(over="ignore"):  # exp(100) is infinite, and silu(-100) then 0, as it must be
-        g /= np.float32(1) + np.exp(-g)
+    g /= np.float32(1) + np.exp(-g)  # exp(100) is infinite, and silu(-100) then 0, as it must be
     g *= x @ up.T
     y: F32 = (g @ down.T).astype(np.float32, copy=False)
     return y

@@ -109,6 +109,23 @@ def test_a_config_that_cannot_be_run_is_refused(change: dict[str, Any], code: st
     assert said in str(error)
 
 
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "routed_scaling_factor", "rms_norm_eps", "rope_theta"])
+def test_what_a_class_would_fill_in_unseen_is_asked_for(key: str, source: Path) -> None:
+    checkpoint = Checkpoint.open(source)
+    gone = {key, "rope_parameters"} if key == "rope_theta" else {key}
+    config = {k: v for k, v in checkpoint.config.items() if k not in gone}
+    error = refusal(replace(checkpoint, config=config))
+    assert (error.code, f"{key} is missing" in error.message) == ("bad_config", True)
+
+
+@pytest.mark.parametrize("theta", [float("inf"), 0, "x", None])
+def test_a_rope_theta_that_is_no_number_is_refused(theta: object, source: Path) -> None:
+    checkpoint = Checkpoint.open(source)
+    odd = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    error = refusal(replace(checkpoint, config=checkpoint.config | odd))
+    assert (error.code, "rope_theta is" in error.message) == ("bad_config", True)
+
+
 def test_heads_of_no_width_are_refused(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(fp8_model("glm4_moe", tmp_path / "src"))
     error = refusal(replace(checkpoint, config=checkpoint.config | {"head_dim": 0}))
@@ -141,6 +158,12 @@ def broken(source: Path, out: Path, tensor: str, value: float) -> Checkpoint:
         ("mlp.shared_experts.up_proj.weight_scale_inv", 1e20, "mlp.shared_experts.down_proj are not finite"),
         ("mlp.gate.weight", -1e4, "mlp.gate: weights of the router of"),
         ("self_attn.kv_b_proj.weight_scale_inv", 1e26, "self_attn.o_proj are not finite"),
+        # an RMSNorm whose sum of squares is infinite gives zeros, and everything behind it would seem sound
+        ("self_attn.kv_a_proj_with_mqa.weight_scale_inv", 1e19, "self_attn.kv_b_proj: its input is zero"),
+        ("self_attn.o_proj.weight_scale_inv", 1e20, "behind layer 1 the hidden states"),
+        ("mlp.shared_experts.down_proj.weight_scale_inv", 1e22, "behind layer 1 the hidden states"),
+        ("mlp.experts.3.down_proj.weight_scale_inv", 1e24, "behind layer 1 the hidden states"),
+        ("mlp.experts.3.down_proj.weight_scale_inv", -1, "expected none below 0"),
     ],
 )
 def test_numbers_beyond_float32_are_refused_by_the_name_of_the_module(
@@ -153,7 +176,7 @@ def test_numbers_beyond_float32_are_refused_by_the_name_of_the_module(
         run_calibration(checkpoint, tokens, tmp_path / "stats", Settings())
     assert refused.value.code == "non_finite"
     assert said in str(refused.value), str(refused.value)
-    assert "model.layers.1" in str(refused.value)
+    assert "layer 1" in str(refused.value) or "model.layers.1" in str(refused.value)
     assert not (tmp_path / "stats").exists()
 
 

@@ -208,6 +208,22 @@ def test_a_chat_without_a_template_is_refused_by_its_line(folder: Path) -> None:
     assert "--tokenizer DIR" in str(error.hint)
 
 
+def test_a_template_that_is_not_utf8_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
+    error = refused(lambda: Tokenizer.open(folder))
+    assert (error.code, error.file) == ("bad_template", "chat_template.jinja")
+
+
+def test_a_tokenizer_that_loses_a_text_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    made = json.loads(path.read_text())
+    made["model"] |= {"vocab": {}, "merges": []}
+    path.write_text(json.dumps(made))
+    error = refused(lambda: Tokenizer.open(folder).encode(["some text"], [False]))
+    assert (error.code, error.file) == ("bad_tokenizer", "tokenizer.json")
+    assert len(Tokenizer.open(folder).encode([" "], [False])[0]) == 1  # the end
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -216,6 +232,7 @@ def test_a_chat_without_a_template_is_refused_by_its_line(folder: Path) -> None:
         "{% for",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",  # the sandbox
         "{% for i in range(10 ** 9) %}x{% endfor %}",
+        '{{ "\\ud800" }}',  # half a surrogate pair
     ],
 )
 def test_a_template_that_fails_is_refused_by_the_line_of_the_chat(folder: Path, template: str) -> None:

@@ -237,9 +237,11 @@ def test_a_place_is_no_name_for_stats(run: Calibrate, out: str) -> None:
 
 
 def test_stats_are_not_put_into_an_output(run: Calibrate, tmp_path: Path) -> None:
-    (tmp_path / "kizami.json").write_text("{}")
-    done = run(tmp_path / "stats")
-    assert (done.code, "would not verify any more" in done.err) == (2, True)
+    for file, said in (("kizami.json", "would not verify any more"), ("kizami-stats.json", "a STATS folder")):
+        (tmp_path / file).write_text("{}")
+        done = run(tmp_path / "stats")
+        assert (done.code, said in done.err) == (2, True)
+        (tmp_path / file).unlink()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

@@ -241,6 +241,18 @@ def test_inputs_that_are_not_finite_are_refused(converted: Path, demo_checkpoint
     assert refused.value.code == "bad_statistics"
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_output_beyond_float32_is_no_pass(converted: Path, demo_checkpoint: Path, tmp_path: Path) -> None:
+    def spoil(layer: int, data: Layer) -> None:
+        data.gates[:] = np.float32(3e38)
+
+    with np.errstate(over="ignore", invalid="ignore"):  # the fixture's own sums
+        made = make_stats(demo_checkpoint, tmp_path / "STATS", tokens=400, change=spoil)
+    with pytest.raises(KizamiError, match="is beyond float32") as refused:
+        list(errors_of(converted, made).each())
+    assert refused.value.code == "non_finite"
+
+
 @pytest.mark.long
 def test_report_shows_outputs_and_fails_over_the_threshold(
     converted: Path, demo_stats: Made, measured: dict[int, LayerError], kizami: Run

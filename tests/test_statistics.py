@@ -17,6 +17,9 @@ EXPERTS, HIDDEN, WIDTH, TOKENS = 4, 64, 32, 10
 MODULE = "model.layers.3.self_attn.o_proj"
 
 
+TOKEN_FACTS = {"sha256": "c", "sequences": 5, "seq_len": 2, "held_out": [0]}
+
+
 def layer_statistics() -> LayerStatistics:
     random = np.random.RandomState(1)
     experts = ExpertStatistics(
@@ -50,9 +53,8 @@ def write_inputs(folder: Path, **changes: np.ndarray) -> WrittenShard:
 
 
 def publish(folder: Path, *files: WrittenShard) -> Path:
-    tokens = {"sha256": "c", "sequences": 5, "seq_len": 2, "held_out": [0]}
     source = {"contents": {"a": "b"}, "config": "d"}
-    write_manifest(folder, source, tokens, {"keep": "all"}, {}, [3], {file.file: file for file in files}, [])
+    write_manifest(folder, source, TOKEN_FACTS, {"keep": "all"}, {}, [3], {file.file: file for file in files}, [])
     return folder
 
 
@@ -108,6 +110,10 @@ def test_a_layer_without_kept_inputs_is_named(stats: Path) -> None:
     [
         ("schema", "kizami.stats/2"), ("source", {}), ("source", {"contents": {"a": 1}}),
         ("settings", {"keep": "some"}), ("layers", [-1]), ("layers", "3"), ("files", {"a": "b"}), ("tokens", None),
+        ("files", {"a": {"sha256": "b", "bytes": "c"}}), ("tokens", {}), *(("tokens", TOKEN_FACTS | odd) for odd in (
+            {"sha256": None}, {"sequences": 0}, {"seq_len": True}, {"held_out": [5]}, {"held_out": ["0"]},
+            {"held_out": [-1]}, {"held_out": [1, 0]}, {"held_out": [0, 0]},
+        )),
     ],
 )  # fmt: skip
 def test_a_manifest_of_another_form_is_refused(stats: Path, key: str, value: object) -> None:
@@ -124,7 +130,7 @@ def test_a_forged_layer_file_is_refused(tmp_path: Path) -> None:
     assert layer.experts is not None
     layer.experts.h_x[1, 2] = np.nan
     file = write_layer(tmp_path, layer)
-    write_manifest(tmp_path, {"contents": {}}, {}, {"keep": "none"}, {}, [3], {file.file: file}, [])
+    publish(tmp_path, file)
     with pytest.raises(KizamiError, match=r"experts\.h_x has numbers that are not finite"):
         Statistics.open(tmp_path).layer(3)
 

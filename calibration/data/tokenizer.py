@@ -88,8 +88,9 @@ class Tokenizer:
         failed: Exception | None = None
         for messages in (document.messages, with_text_arguments(document.messages)):
             try:
-                text = self._renderer.apply_chat_template(list(messages), tools=tools, tokenize=False)
-                return str(text)
+                text = str(self._renderer.apply_chat_template(list(messages), tools=tools, tokenize=False))
+                text.encode()  # half a surrogate pair is no text
+                return text
             except MemoryError:
                 raise
             except Exception as e:  # whatever a stranger's template may raise
@@ -102,13 +103,23 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], are_chats: Sequence[bool]) -> list[NDArray[np.int32]]:
         """The ids of each, ended with EOS if there is one. Chats have their special tokens from the template; texts get
-        those that the tokenizer puts around a text, and BOS if `add_bos_token` says so."""
+        those that the tokenizer puts around a text, and BOS if `add_bos_token` says so.
+
+        KizamiError "bad_tokenizer" if nothing is left of a text.
+        """
         encoded: list[NDArray[np.int32]] = [np.empty(0, np.int32)] * len(texts)
         for chats in (False, True):
             which = [i for i, chat in enumerate(are_chats) if chat == chats]
             found = self._backend.encode_batch([texts[i] for i in which], add_special_tokens=not chats)
             for i, encoding in zip(which, found, strict=True):
                 ids = list(encoding.ids)
+                if texts[i].strip() and all(encoding.special_tokens_mask):
+                    raise KizamiError(
+                        f"gives no token for a text of {len(texts[i]):,} characters",
+                        code="bad_tokenizer",
+                        file=self.kind,
+                        hint="download it again, or name a folder with another one with --tokenizer DIR",
+                    )
                 if self.bos is not None and not chats and ids[:1] != [self.bos]:
                     ids.insert(0, self.bos)
                 if self.eos is not None and ids[-1:] != [self.eos]:
@@ -140,7 +151,15 @@ def _from_json(data: bytes) -> Backend:
 def _template(root: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """One, or by name as older configs list them: transformers takes `tool_use` where tools are given."""
     own = _bytes(root, _TEMPLATE)
-    value = config.get("chat_template") if own is None else own.decode("utf-8", "replace")
+    try:
+        value = config.get("chat_template") if own is None else own.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise KizamiError(
+            f"byte {e.object[e.start]:#04x} at {e.start} is not UTF-8",
+            code="bad_template",
+            file=_TEMPLATE,
+            hint="download the file again",
+        ) from e
     if not isinstance(value, list):
         return _undated(value) if isinstance(value, str) else None
     named = {

@@ -25,6 +25,21 @@ _OF_MTP = frozenset({"eh_proj", "enorm", "hnorm"})
 _WEIGHTS = frozenset({"weight", "weight_packed", "bias", "e_score_correction_bias"})  # no scale, no buffer of RoPE
 
 
+def check_said(text: Mapping[str, Any]) -> None:
+    """What a class of transformers would fill in with a number of its own, and nobody would see it in the result.
+    KizamiError "bad_config" for a key that config.json lacks."""
+    for key in ("num_experts_per_tok", "routed_scaling_factor", "rms_norm_eps"):
+        if text.get(key) is None:
+            raise bad_config(f"{key} is missing")
+    places = (text, *(text.get(key) for key in ("rope_parameters", "rope_scaling")))
+    thetas = [place["rope_theta"] for place in places if isinstance(place, Mapping) and "rope_theta" in place]
+    if not thetas:
+        raise bad_config("rope_theta is missing, also in rope_parameters")
+    for theta in thetas:
+        if type(theta) not in (int, float) or not 0 < theta < 1e30:
+            raise bad_config(f"rope_theta is {_shown(theta)}, expected a number between 0 and 1e30")
+
+
 def check_numbers(config: Any, kind: str) -> None:
     """config: of a class of transformers, with its defaults. KizamiError "bad_config" that names the key."""
     dsa = kind in _DSA_KINDS

@@ -220,13 +220,14 @@ class LayerRun:
             row = self._slice_row(unit)
             total += work.products.load(row + first, row + last)
         total += work.attended.load(first, last)
-        bad = int((~total.isfinite().all(dim=1)).sum())
+        bad = int((~total.float().square().mean(dim=1).isfinite()).sum())
         work.bad.write(number, np.array([[bad]]))
         work.x.store(first, total)
 
     @property
     def bad_rows(self) -> int:
-        """Tokens whose hidden state behind the layer is not finite."""
+        """Tokens whose hidden state behind the layer is not finite, or whose mean square is not in float32: of such a
+        one an RMSNorm makes zeros, and the layers behind it would seem sound."""
         return int(self.job.work.bad.read(0, self.job.runs()).sum())
 
     # ------------------------------------------------------------------------------------------------ results
@@ -253,12 +254,24 @@ class LayerRun:
             self._check_share("inputs", fit - count, fit, name)
         for name, meter in self.ranges.items():
             self._check_share(f"rows of the KV cache ({name})", job.tokens - meter.count, job.tokens, "self_attn")
+        for name in self.squares.silent:
+            raise KizamiError(
+                "its input is zero for every token: a norm in front of it was given numbers whose squares are beyond "
+                "float32, or weights in front of it are zero",
+                code="non_finite",
+                tensor=job.model.name(self.index, name),
+                hint=DAMAGED,
+            )
         counts = job.work.unit_counts.read(0, len(self.units))
         ids = self.routing.ids if self.mlp.experts else np.zeros(0, np.int32)
         routed = np.bincount(ids.reshape(-1), minlength=self.mlp.experts)
         for unit, overflown in zip(self.units, counts[:, 4].tolist(), strict=True):
             total = job.tokens if unit.expert is None else int(routed[unit.expert])
             self._check_share("products", int(overflown), total, unit.module)
+
+    def check_behind(self) -> None:
+        """KizamiError "non_finite" if too few tokens are sound behind the layer."""
+        job = self.job
         if self.bad_rows > TOO_MANY_BAD * job.tokens:
             raise KizamiError(
                 f"behind layer {self.index} the hidden states of {self.bad_rows} of {job.tokens} tokens are not "

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.utils import logging as log
 
 from kizami.calibration.forward.attention import IMPLEMENTATION
-from kizami.calibration.forward.checks import bad_config, check_all_used, check_numbers
+from kizami.calibration.forward.checks import bad_config, check_all_used, check_numbers, check_said
 from kizami.calibration.forward.weights import Weights
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError, printable
@@ -237,6 +237,7 @@ def _config(family: Family) -> tuple[str, Any]:
                 code="unsupported_model",
                 file="config.json",
             )
+    check_said(text)
     folder, prefix = CLASSES[kind]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     config = _build(getattr(module, f"{prefix}Config"), text)

@@ -59,6 +59,11 @@ class SquareSums:
         """Rows that were finite."""
         return self._counts
 
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Those whose inputs were all zeros."""
+        return tuple(name for name, sums in self._sums.items() if not sums.any())
+
     def same(self, name: str, other: str) -> None:
         """`name` has the inputs of `other`."""
         if other in self._sums:

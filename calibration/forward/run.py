@@ -162,6 +162,7 @@ def _commit(run: LayerRun, journal: Journal, settings: Settings, on_event: Calla
     if fault is not None:
         where = run.job.model.name(run.index).rstrip(".")
         raise KizamiError(f"its statistics cannot be: {fault}", code="non_finite", tensor=where, hint=DAMAGED)
+    run.check_behind()
     run.job.weights.check_unchanged()
     files = [write_layer(journal.partial, statistics)]
     if settings.keep != "none":

@@ -134,6 +134,14 @@ class Weights:
         info, cols = weight.weight, weight.weight.shape[1]
         codes = self._reader.read(info, first=first * cols, nbytes=(last - first) * cols).reshape(-1, cols)
         scale = decode_scales(self._reader.read(weight.scale), weight)
+        if (scale < 0).any():
+            raise KizamiError(
+                f"has a block scale of {scale.min():g}, expected none below 0",
+                code="non_finite",
+                file=weight.scale.file,
+                tensor=weight.scale.name,
+                hint="download the file again, or take the checkpoint from its publisher",
+            )
         safe = bool((np.abs(scale) <= _SAFE_SCALE).all()) and not ((codes & 0x7F) == 0x7F).any()
         rounded = decode(codes, torch.from_numpy(scale).to(device), weight.block, first)
         return rounded if safe else _checked(rounded, info)
