@@ -53,6 +53,13 @@ ASKED_IF_THERE = {
     "calibration/forward/state.py": {"torch"},
     "calibration/forward/weights.py": {"torch"},
     "calibration/forward/work.py": {"torch"},
+    # `kizami kv-accuracy`: the same pass with rounded rows in its cache, and the logits behind it
+    "calibration/kv_accuracy/logits.py": {"torch"},
+    "calibration/kv_accuracy/measures.py": {"torch"},
+    "calibration/kv_accuracy/rounding.py": {"torch"},
+    "calibration/kv_accuracy/run.py": {"torch"},
+    "calibration/kv_accuracy/sweep.py": {"torch"},
+    "calibration/kv_accuracy/variants.py": {"torch"},
     "calibration/data/tokenizer.py": {"transformers"},  # chat templates, in its Jinja sandbox
     # `--engine llmcompressor`: only llmcompressor_limits.py is imported before that is asked for
     "calibration/llmcompressor/model.py": {"accelerate", "llmcompressor", "torch", "transformers"},
@@ -64,6 +71,21 @@ ASKED_IF_THERE = {
     "quantize/calibrated/gptq.py": {"torch"},
     "quantize/calibrated/hessian.py": {"torch"},
     "quantize/calibrated/solver.py": {"torch"},
+    # A reference for what engines keep on a GPU, imported by nobody unless asked
+    "quantize/kv_cache/e4m3.py": {"torch"},
+    "quantize/kv_cache/layouts.py": {"torch"},
+    "quantize/kv_cache/pages.py": {"torch"},
+    "quantize/kv_cache/store.py": {"torch"},
+    "quantize/kv_cache/transfer.py": {"torch"},
+    # Page tags live beside the KV cache of an engine, on its device; no command imports them.
+    "quantize/page_tags/agreement.py": {"torch"},
+    "quantize/page_tags/check.py": {"torch"},
+    "quantize/page_tags/hashes.py": {"torch"},
+    "quantize/page_tags/sglang.py": {"torch"},
+    "quantize/page_tags/stamps.py": {"torch"},
+    "quantize/page_tags/tags.py": {"torch"},
+    "quantize/page_tags/triton_check.py": {"torch"},
+    "quantize/page_tags/vllm.py": {"torch"},
 }
 
 

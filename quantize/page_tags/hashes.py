@@ -1,0 +1,86 @@
+"""A 64-bit hash of what is in a page: finds bytes that were overwritten or damaged, whoever did it. torch, vectorised.
+
+The hash of a row (one token's bytes) is a splitmix64 finaliser of the sum, over its 64-bit words, of the finaliser of
+word + (place + 1) * GOLDEN; the row's slot goes into the last step. A page's hash is the sum of its rows' hashes. So it
+depends on every bit and on where it stands (two words or two rows exchanged give another hash), not on which page the
+bytes are in: it survives a transfer. Being a sum, it is carried on when a token is appended, without reading the page.
+
+Odds that a change goes unseen: 2^-64 a page for changes that do not know of the hash. It is no defence against those
+that do. It sees no wrong content that was wrong when it was hashed (a wrong prefix hit, a kernel that wrote nonsense).
+Cost: one read of all that is checked, as much traffic as attention itself; so check where pages arrive (a transfer), or
+full pages only and some at a time. Only tags are cheap enough for every step.
+
+Layouts must be token-major (a row's bytes together) and rows a multiple of 8 bytes: 1152, 576, 656 are. An index-K page
+(64 rows of codes, then 64 scales) is hashed as one row of 8448 bytes when it is full.
+"""
+
+import torch
+
+from kizami.formats.errors import KizamiError
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def row_hashes(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """int64 [...]: the hashes of rows uint8 [..., bytes], bytes a multiple of 8, at slots int [...] of their page."""
+    if rows.shape[-1] % 8:
+        raise KizamiError(f"rows of {rows.shape[-1]} bytes, expected a multiple of 8", code="page_tags")
+    words = rows.contiguous().view(torch.int64)
+    places = torch.arange(1, words.shape[-1] + 1, dtype=torch.int64, device=rows.device).mul_(_as_int64(GOLDEN))
+    total = _finalise(words + places).sum(-1)
+    return _finalise(total.add_((slots.to(torch.int64) + 1).mul_(_as_int64(GOLDEN))))
+
+
+def page_hashes(pool: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """int64 [N]: the hashes of the first `filled` (int [N]) rows of pages (int [N]) of a pool uint8 [pages, slots,
+    bytes]."""
+    slots = torch.arange(pool.shape[1], device=pool.device)
+    hashes = row_hashes(pool[pages], slots.expand(len(pages), -1))
+    return hashes.masked_fill_(slots >= filled[:, None], 0).sum(-1)
+
+
+class PageHashes:
+    """The hash that each page ought to have: `sums` int64 [pages], over its first `filled` int32 [pages] rows."""
+
+    def __init__(self, pages: int, slots: int, *, device: torch.device | str = "cpu") -> None:
+        self.slots = slots
+        self.sums = torch.zeros(pages, dtype=torch.int64, device=device)
+        self.filled = torch.zeros(pages, dtype=torch.int32, device=device)
+
+    def reset(self, pages: torch.Tensor) -> None:
+        """For pages that were just acquired: empty."""
+        self.sums[pages] = 0
+        self.filled[pages] = 0
+
+    def append(self, pages: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows uint8 [n, bytes] were written into the next slot of pages int64 [n], none of them twice."""
+        self.sums[pages] += row_hashes(rows, self.filled[pages])
+        self.filled[pages] += 1
+
+    def take(self, pool: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
+        """Hash the first `filled` rows as they are now: of pages that were written in one go, such as a prefill's."""
+        self.sums[pages] = page_hashes(pool, pages, filled)
+        self.filled[pages] = filled.to(torch.int32)
+
+    def check(self, pool: torch.Tensor, pages: torch.Tensor, *, full_only: bool = False) -> torch.Tensor:
+        """bool [N], True for pages (int64 [N]) whose content is not what was hashed. full_only: pages that still grow
+        pass, since a step may be writing into them; leave them out of `pages` to save their reading."""
+        filled = self.filled[pages]
+        bad = page_hashes(pool, pages, filled) != self.sums[pages]
+        return bad & (filled == self.slots) if full_only else bad
+
+
+def _finalise(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's last three steps (Steele, Lea, Flood 2014), on int64 that wraps; changes `x`."""
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_as_int64(0xBF58476D1CE4E5B9))
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_as_int64(0x94D049BB133111EB))
+    return x.bitwise_xor_(_shift_right(x, 31))
+
+
+def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Of the bits as a u64: torch's >> brings in the sign."""
+    return (x >> n).bitwise_and_((1 << (64 - n)) - 1)
+
+
+def _as_int64(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
