@@ -105,7 +105,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def refusing_out_of_memory(max_memory: str) -> Iterator[None]:
+def refusing_out_of_memory(max_memory: str, *, resumes: bool = True) -> Iterator[None]:
     from kizami.calibration.machine import is_out_of_memory
 
     try:
@@ -114,7 +114,8 @@ def refusing_out_of_memory(max_memory: str) -> Iterator[None]:
         if not is_out_of_memory(e):
             raise
         message = f"out of memory: {str(e).splitlines()[0] if str(e) else 'the system gave no more'}"
-        hint = f"--max-memory is {max_memory}: give less, or run where more is free; the same command resumes"
+        hint = f"--max-memory is {max_memory}: give less, or run where more is free"
+        hint += "; the same command resumes" if resumes else ""
         raise KizamiError(message, code="out_of_memory", hint=hint) from e
 
 

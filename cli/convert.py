@@ -11,6 +11,7 @@ from kizami.cli import engine as e
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
+from kizami.cli.kv_options import ForceKvScales, KvScalesFile, kv_asked, kv_body
 from kizami.cli.method_words import method_body, method_lines, show_fallbacks, some
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
 from kizami.cli.stop import STOP
@@ -49,6 +50,8 @@ def convert(
     scale_sign: m.ScaleSignOption = "signed",
     clip_allowance: m.ClipAllowance = "auto",
     stats: m.StatsOption = None,
+    kv_scales: KvScalesFile = None,
+    force_kv_scales: ForceKvScales = False,
     engine: e.Engine = "kizami",
     data: e.Data = None,
     samples: e.Samples = None,
@@ -80,15 +83,16 @@ def convert(
         group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
     policy = o.policy_from(context, told, ui)
+    kv = kv_asked(context, kv_scales, force_kv_scales)
     asked, statistics = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer), None
     job = e.engine_job(context, ui, src, asked, (method, scale_sign, clip_allowance, stats))
     if job is None:
         how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
         checkpoint = open_source(src)
-        plan = build_plan(checkpoint, policy, how, m.statistics_facts(statistics))
+        plan = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
     else:
         checkpoint = job.checkpoint
-        plan = build_plan(checkpoint, policy, job.method, job.facts)
+        plan = build_plan(checkpoint, policy, job.method, job.facts, kv)
         job.check_memory(plan)
     _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
     check_device(plan, device)
@@ -256,6 +260,7 @@ def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
         "packed_modules": len(plan.packed),
         "actions": plan.counts,
         "calibration": manifest.get("calibration"),
+        "kv_scales": kv_body(manifest),
         "fallbacks": [
             {"name": row["name"], "reason": fallback_reason(row), "method": row["method"]} for row in fallbacks(rows)
         ],
@@ -285,6 +290,8 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     for line in method_lines(body):
         ui.prose(line)
     show_fallbacks(ui, body["fallbacks"], body["method"])
+    if body["kv_scales"]:
+        ui.prose(f"KV scales: {body['kv_scales']['statement']}")
     if body["has_negative_scales"]:
         ui.prose("some scales are negative (--scale-sign positive avoids them, at a cost in accuracy)")
     ui.say(f"source {exact(source['bytes'])}")
@@ -366,6 +373,7 @@ COMMAND = Command(
         "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/",
         "kizami convert zai-org/GLM-5.2-FP8 out/ --group-size 128 --rest fp8 --tp 8",
         "kizami convert src/ out/ --method weighted --stats stats/",
+        "kizami convert GLM-4.6-FP8/ out/ --kv-scales kv.json",
         "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
         "kizami convert small/ out/ --engine llmcompressor --method gptq --data chats.jsonl",
     ),

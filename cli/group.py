@@ -5,7 +5,20 @@ from typing import Annotated
 
 import typer
 
-from kizami.cli import calibrate, check, convert, demo, env, inspect, plan, report, serve, verify
+from kizami.cli import (
+    calibrate,
+    check,
+    convert,
+    demo,
+    env,
+    inspect,
+    kv_accuracy,
+    kv_scales,
+    plan,
+    report,
+    serve,
+    verify,
+)
 from kizami.cli.command import examples
 from kizami.cli.help import PlainCommand, PlainGroup
 
@@ -47,6 +60,8 @@ for _command in (
     verify.COMMAND,
     report.COMMAND,
     serve.COMMAND,
+    kv_scales.COMMAND,
+    kv_accuracy.COMMAND,
     env.COMMAND,
 ):
     app.command(_command.name, cls=PlainCommand, help=_command.help, epilog=_command.epilog)(_command.stoppable)

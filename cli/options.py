@@ -49,7 +49,7 @@ def spelled(context: typer.Context, name: str) -> str:
     return variable(name) if from_environment(context, name) else "--" + name.replace("_", "-")
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     """A threshold of NaN is never exceeded, and JSON has neither NaN nor infinity."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
@@ -188,7 +188,7 @@ MaxRelError = Annotated[
         panel=RUN,
         metavar="X",
         min=0.0,
-        callback=_finite,
+        callback=finite,
         help="Exit 1 if a packed tensor's relative error is above X.",
     ),
 ]
@@ -211,7 +211,7 @@ MaxOutputError = Annotated[
         panel=RUN,
         metavar="X",
         min=0.0,
-        callback=_finite,
+        callback=finite,
         help="Exit 1 if the output of an expert has a relative error above X.",
     ),
 ]

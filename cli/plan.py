@@ -1,6 +1,7 @@
 """`kizami plan`: what a conversion would do and write, to the byte, from headers alone."""
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -8,6 +9,7 @@ import typer
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
+from kizami.cli.kv_options import ForceKvScales, KvScalesFile, kv_asked, kv_body
 from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError
@@ -41,6 +43,8 @@ def plan(
     scale_sign: m.ScaleSignOption = "signed",
     clip_allowance: m.ClipAllowance = "auto",
     stats: m.StatsOption = None,
+    kv_scales: KvScalesFile = None,
+    force_kv_scales: ForceKvScales = False,
     output: o.ToFile = None,
     write_recipe: o.WriteRecipe = None,
     quiet: o.Quiet = False,
@@ -68,7 +72,8 @@ def plan(
     checkpoint = open_source(src)
     target = None if output is None else Target.checked(output, checkpoint.root)
     recipe_file = None if write_recipe is None else Target.checked(str(write_recipe), checkpoint.root)
-    made = build_plan(checkpoint, policy, how, m.statistics_facts(statistics))
+    kv = kv_asked(context, kv_scales, force_kv_scales)
+    made = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
     body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics))
     if target is not None:
         target.write(plan_document(made, body))
@@ -131,7 +136,9 @@ def _entry(step: "Step") -> dict[str, Any]:
             "file": step.weight.file,
             "bytes": step.source_nbytes,
             "scale": step.encoding.scale.name if step.encoding else None,
-        },
+        }
+        if step.sources
+        else None,
         "outputs": [
             {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
             for spec in step.outputs
@@ -161,6 +168,7 @@ def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | No
 
     cores = available_cores()
     guess = estimate(plan, plan.method.name, cores)
+    kv = None if plan.kv_scales is None else kv_body({"kv_scales": asdict(plan.kv_scales)})
     return {
         "family": plan.family,
         "dialect": plan.dialect,
@@ -168,6 +176,7 @@ def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | No
         "plan_hash": plan.hash,
         "actions": plan.counts,
         "calibration": plan.calibration,
+        "kv_scales": kv,
         "fallbacks": fallbacks or [],
         "reasons": [
             {"action": action, "role": role, "reason": reason, "tensors": count, "bytes": nbytes}
@@ -262,6 +271,8 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
         from kizami.cli.method_words import show_fallbacks
 
         show_fallbacks(ui, body["fallbacks"], plan.method.name)
+    if body["kv_scales"]:
+        ui.prose(f"KV scales: {body['kv_scales']['statement']}")
     ui.pairs([
         ("estimate", _estimate(guess)),
         ("source", exact(source["bytes"])),
@@ -280,7 +291,7 @@ def size_line(plan: "Plan") -> str:
 
 def _actions(plan: "Plan") -> str:
     """`quantize 240, copy 59 (359 tensors; 300 scales go with theirs)`."""
-    scales = plan.source["tensors"] - len(plan.steps)
+    scales = plan.source["tensors"] - sum(bool(step.sources) for step in plan.steps)
     legend = f"; {counted(scales, 'scale')} go with their weights" if scales else ""
     counts = ", ".join(f"{action} {count:,}" for action, count in sorted(plan.counts.items(), key=lambda x: -x[1]))
     return f"{counts} ({counted(len(plan.steps), 'tensor')}{legend})"

@@ -11,6 +11,7 @@ from kizami.cli import options as o
 from kizami.cli import report_outputs as outputs
 from kizami.cli.command import Command
 from kizami.cli.convert import fail_over_threshold, show_roles
+from kizami.cli.kv_options import kv_body
 from kizami.cli.method_words import method_body, method_lines
 from kizami.cli.output import Ui, counted, figure, gib, plain_table
 from kizami.cli.target import Target
@@ -92,6 +93,7 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
         "method": manifest["method"],
         "actions": manifest["counts"],
         "output": manifest["output"],
+        "kv_scales": kv_body(manifest),
         "packed_modules": len(packed),
         "rel_error": pooled_error(packed),
         **method_body(packed),
@@ -168,6 +170,8 @@ def show_report(ui: Ui, body: dict[str, Any]) -> None:
         outputs.show_outputs(ui, body["outputs"])
     for line in method_lines(body):
         ui.prose(line)
+    if body["kv_scales"]:
+        ui.prose(f"KV scales: {body['kv_scales']['statement']}")
     ui.warn(body["warnings"])
     ui.say()
     if body["outputs"]:

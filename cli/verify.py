@@ -10,6 +10,7 @@ import typer
 
 from kizami.cli import options as o
 from kizami.cli.command import Command
+from kizami.cli.kv_options import HeldKvScales
 from kizami.cli.output import Ui, counted, stderr_console
 from kizami.formats.errors import KizamiError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.kv_scales.neutral import KvScales
     from kizami.formats.statistics import Statistics
     from kizami.quantize.verification.files import Problem
     from kizami.quantize.verify import Verification
@@ -38,6 +40,7 @@ def verify(
     against: o.Against = None,
     sample: o.Sample = None,
     stats: o.RunStats = None,
+    kv_scales: HeldKvScales = None,
     max_rel_error: o.MaxRelError = None,
     workers: o.Workers = None,
     quiet: o.Quiet = False,
@@ -51,6 +54,7 @@ def verify(
     second, independent implementation and held against the source. Exit code 1 if anything is wrong.
     """
     from kizami.cli.source import finished_output, open_source
+    from kizami.formats.kv_scales.neutral import KvScales
     from kizami.formats.statistics import Statistics
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
@@ -62,7 +66,14 @@ def verify(
     source = None if against is None else open_source(against)
     statistics = None if stats is None else Statistics.open(stats)
     found = run_verify(
-        ui, folder, source, statistics=statistics, sample=sample, max_rel_error=max_rel_error, workers=workers
+        ui,
+        folder,
+        source,
+        statistics=statistics,
+        kv_scales=None if kv_scales is None else KvScales.read(kv_scales),
+        sample=sample,
+        max_rel_error=max_rel_error,
+        workers=workers,
     )
     of = sample and compared_tensors(folder)
     if json:
@@ -79,6 +90,7 @@ def run_verify(
     source: "Checkpoint | None",
     *,
     statistics: "Statistics | None" = None,
+    kv_scales: "KvScales | None" = None,
     sample: int | None = None,
     max_rel_error: float | None = None,
     workers: int | None = None,
@@ -90,6 +102,7 @@ def run_verify(
             out,
             against=source,
             statistics=statistics,
+            kv_scales=kv_scales,
             sample=sample,
             max_rel_error=max_rel_error,
             workers=workers,
@@ -138,7 +151,7 @@ def compared_tensors(out: Path) -> int:
         counts: dict[str, int] = read_manifest(out)["counts"]
     except KizamiError:  # verification has said so
         return 0
-    return sum(count for action, count in counts.items() if action != "drop")
+    return sum(count for action, count in counts.items() if action not in ("drop", "kv_scale"))
 
 
 def threshold_hint_of(out: Path, found: "Verification") -> str | None:

@@ -13,7 +13,7 @@ from kizami.formats.packed_source import PackedWeight
 from kizami.formats.serving.model import needs_code
 from kizami.quantize.constraints import fp8_block
 from kizami.quantize.loading import SERVING, loading_by_size
-from kizami.quantize.plan import Plan
+from kizami.quantize.plan import KvMerge, Plan
 from kizami.quantize.report import Row, measured, role_summaries
 from kizami.quantize.settings import GIVEN, METHOD_NOTES, Method, Policy, default_allowance
 
@@ -39,7 +39,7 @@ def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: boo
     return CardFacts(
         title=title(base or root.resolve().name, _label(plan)),
         kizami_version=version("kizami"),
-        command=command_line(plan.policy, plan.method, base and f"{base}@{revision}"),
+        command=command_line(plan.policy, plan.method, base and f"{base}@{revision}", plan.kv_scales),
         base_model=base,
         scheme=plan.policy.scheme,
         method=_method(plan),
@@ -53,12 +53,20 @@ def card_facts(plan: Plan, root: Path, rows: list[Row], has_negative_scales: boo
         is_quantized=_count(plan, "int4") + _count(plan, "fp8") > 0,
         engines=tuple(_engines(plan)),
         notes=tuple(_notes(plan)),
-        kv_scales="carried over from the source" if plan.quantization_config.get("kv_cache_scheme") else "none",
+        kv_scales=kv_statement(plan),
         source_hashes=tuple((name, file["header_sha256"]) for name, file in plan.source["files"].items()),
         hashed="SHA-256 of the header",
         revision=revision,
         calibrated=plan.calibration is not None,
     )
+
+
+def kv_statement(plan: Plan) -> str:
+    """What of a KV cache in FP8 the output has scales for."""
+    if plan.kv_scales is not None:
+        against = "--force-kv-scales wrote what kizami refuses (see the notes): "
+        return (against if plan.kv_scales.forced else "") + plan.kv_scales.statement
+    return "carried over from the source" if plan.quantization_config.get("kv_cache_scheme") else "none"
 
 
 def title(source: str, label: str) -> str:
@@ -124,6 +132,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     if plan.method.name in GIVEN and plan.calibration is not None:
         libraries = ", ".join(f"{name} {found}" for name, found in plan.calibration["libraries"].items())
         yield f"The INT4 codes were chosen by another program ({libraries}) and written by kizami."
+    if plan.kv_scales is not None and plan.kv_scales.forced:
+        yield f"The KV scales were written though kizami refuses them: {plan.kv_scales.forced}."
     if plan.method.name in METHOD_NOTES:
         yield f"{METHOD_NOTES[plan.method.name]}."
     if plan.packed:
@@ -163,7 +173,7 @@ def hub_origin(root: Path) -> tuple[str, str] | None:
     return None
 
 
-def command_line(policy: Policy, method: Method, source: str | None) -> str:
+def command_line(policy: Policy, method: Method, source: str | None, kv: KvMerge | None = None) -> str:
     """The command that makes the same bytes, defaults left out. No paths: they are of one machine."""
     default, usual = Policy(), Method()
     words = ["kizami", "convert", source or "SRC", "OUT"]
@@ -186,6 +196,8 @@ def command_line(policy: Policy, method: Method, source: str | None) -> str:
     if method.clip_allowance != default_allowance(method.name, policy.group_size):
         words += ["--clip-allowance", "none" if method.clip_allowance is None else format(method.clip_allowance, "g")]
     words += _unless(usual.scale_sign, "--scale-sign", method.scale_sign)
+    words += ["--kv-scales", "FILE"] if kv is not None else []
+    words += ["--force-kv-scales"] if kv is not None and kv.forced else []
     words += _unless(default.max_shard_bytes, "--max-shard-size", policy.max_shard_bytes)
     return shlex.join(words)
 

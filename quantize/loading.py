@@ -77,7 +77,8 @@ def unloadable(plan: Plan, source: Checkpoint) -> KizamiError | None:
 
 def _checker(plan: Plan) -> Checker:
     tensors = {spec.name: spec for shard in plan.shards for spec in shard.tensors}
-    return Checker(Served(plan.config, tensors, mtp_dropped=plan.policy.mtp == "drop"))
+    scales = {step.outputs[0].name: step.values for step in plan.steps if step.action == "kv_scale"}
+    return Checker(Served(plan.config, tensors, mtp_dropped=plan.policy.mtp == "drop", kv_scales=scales))
 
 
 def _loading(checker: Checker, tp: int, ep: int = 1) -> tuple[Loading, ...]:

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -10,10 +11,11 @@ from typing import Any, get_args
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import resolve_inside
 from kizami.formats.int4_layout import FORMATS
+from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.places import OUTPUT_MANIFEST
 from kizami.formats.run_log import canonical
 from kizami.formats.strict_json import dump_json, read_json_object
-from kizami.quantize.plan import Plan
+from kizami.quantize.plan import KvMerge, Plan
 from kizami.quantize.settings import (
     CALIBRATED,
     GIVEN,
@@ -59,6 +61,7 @@ def build_manifest(
         "scale_sign": plan.method.scale_sign,
         "clip_allowance": plan.method.clip_allowance,
         **({} if plan.method.stats is None else {"calibration": plan.calibration}),
+        **({} if plan.kv_scales is None else {"kv_scales": asdict(plan.kv_scales)}),
         "has_negative_scales": has_negative_scales,
         "family": plan.family,
         "dialect": plan.dialect,
@@ -126,7 +129,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
     """Whoever wrote it: what is read anywhere has the types that are expected."""
     wrong = next((key for key, kind in _FORM.items() if not isinstance(manifest.get(key, ...), kind)), None)
     if wrong is None and not _parts_fit(manifest):
-        wrong = "a part of policy, counts, output, source, warnings, shards or files"
+        wrong = "a part of policy, counts, output, source, warnings, kv_scales, shards or files"
     if wrong is not None:
         raise KizamiError(
             f"{wrong} is missing or of another type than kizami writes", code="bad_manifest", file=MANIFEST
@@ -150,6 +153,7 @@ def _parts_fit(manifest: dict[str, Any]) -> bool:
         and isinstance(source.get("files"), dict)
         and _is_origin(manifest.get("origin"))
         and _is_calibration(manifest)
+        and _is_kv_scales(manifest.get("kv_scales"))
     )
 
 
@@ -164,6 +168,28 @@ def _is_calibration(manifest: dict[str, Any]) -> bool:
     if manifest["method"] not in (*CALIBRATED, *GIVEN):
         return "calibration" not in manifest
     return isinstance(facts, dict) and is_facts(facts)
+
+
+def _is_kv_scales(value: Any) -> bool:
+    """Absent, or as `KvMerge` has it, with scales that kizami would read from a file."""
+    if value is None:
+        return True
+    if not isinstance(value, dict) or value.keys() != {field.name for field in fields(KvMerge)}:
+        return False
+    words = isinstance(value["statement"], str) and isinstance(value["forced"], str | None)
+    if not (words and type(value["tensors"]) is int and isinstance(value["document"], dict)):
+        return False
+    try:
+        KvScales.parse(value["document"], MANIFEST)
+    except KizamiError:
+        return False
+    return True
+
+
+def kv_scales_of(manifest: Mapping[str, Any]) -> KvScales | None:
+    """The scales that a manifest records; None without any."""
+    recorded = manifest.get("kv_scales")
+    return None if recorded is None else KvScales.parse(recorded["document"], MANIFEST)
 
 
 def is_facts(facts: dict[str, Any]) -> bool:

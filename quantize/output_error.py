@@ -23,6 +23,7 @@ from kizami.formats.statistics import STARVED, LayerInputs, Statistics
 from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT, MLP_ROLES, PARTS, check_activation, source_weight
 from kizami.quantize.calibrated.statistics import check_source, find_fallbacks
 from kizami.quantize.decode import float32_weight, int4_weight, packed_of
+from kizami.quantize.kv_scales.merge import asked_of
 from kizami.quantize.manifest import MANIFEST, method_of, policy_of
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.planner import build_plan
@@ -120,7 +121,7 @@ class OutputErrors:
     ) -> None:
         contents = sample_contents(source)
         check_source(statistics, source, contents)
-        self._plan = build_plan(source, policy_of(dict(manifest)), method_of(dict(manifest)))
+        self._plan = build_plan(source, policy_of(dict(manifest)), method_of(dict(manifest)), kv=asked_of(manifest))
         if contents != manifest["source_contents"] or self._plan.hash != manifest["plan_hash"]:
             raise KizamiError(
                 "the source is not the one that the output was made of",

@@ -16,7 +16,7 @@ from kizami.formats.tensors import TensorInfo, TensorSpec
 from kizami.quantize.settings import Method, Policy
 
 OutputForm = Literal["int4", "fp8", "none"]
-Action = Literal["quantize", "repack", "to_fp8", "keep_fp8", "dequantize", "copy", "drop"]
+Action = Literal["quantize", "repack", "to_fp8", "keep_fp8", "dequantize", "copy", "drop", "kv_scale"]
 OUTPUT_FORMS: dict[Action, OutputForm] = {
     "quantize": "int4",  # rounded to INT4
     "repack": "int4",  # INT4 in the source: the same codes and scales, in the output's layout
@@ -28,7 +28,8 @@ PLAN_FORMAT = 2  # part of the hash: raise it whenever the same inputs would giv
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What becomes of one source tensor (a weight together with its scale)."""
+    """What becomes of one source tensor (a weight together with its scale), or a tensor that no source has: a KV scale,
+    of which `weight` has name, dtype and shape only."""
 
     module: str  # the tensor's name without ".weight" or ".weight_packed"
     action: Action
@@ -37,6 +38,7 @@ class Step:
     weight: TensorInfo  # of an INT4 source: its weight_packed
     encoding: ScaledWeight | PackedWeight | None  # how the source holds an FP8 or INT4 weight; None for anything else
     outputs: tuple[TensorSpec, ...]  # none for "drop"
+    values: tuple[float, ...] = ()  # of "kv_scale": what is written, exact in float32
 
     @property
     def form(self) -> OutputForm:
@@ -56,6 +58,8 @@ class Step:
 
     @property
     def sources(self) -> tuple[TensorInfo, ...]:
+        if self.action == "kv_scale":
+            return ()
         match self.encoding:
             case ScaledWeight():
                 return self.weight, self.encoding.scale
@@ -74,7 +78,27 @@ class Step:
 
     @property
     def weights(self) -> int:
-        return prod(self.shape)
+        """Numbers of the source that this is made of."""
+        return prod(self.shape) if self.sources else 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvMerge:
+    """What plan, manifest and card keep of --kv-scales.
+
+    document: the scales in kizami's own JSON. forced: why they would have been refused without --force-kv-scales, None
+    where they were not. tensors: how many are written, none for a cache that engines store without a scale.
+    """
+
+    document: dict[str, Any]
+    statement: str
+    forced: str | None
+    tensors: int
+
+    @property
+    def sha256(self) -> str:
+        """Of the values, however their file spells them."""
+        return hashlib.sha256(canonical(self.document).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +145,7 @@ class Plan:
     source: dict[str, Any]  # identity: name, bytes and header hash of every file, hash of the config
     warnings: tuple[str, ...] = field(default=())
     calibration: dict[str, Any] | None = None  # what manifest and card tell of the statistics; method.stats pins them
+    kv_scales: KvMerge | None = None  # of --kv-scales; their tensors are steps, where they have any
 
     @cached_property
     def output(self) -> Output:
@@ -166,6 +191,7 @@ class Plan:
             "policy": asdict(self.policy),
             "method": {key: value for key, value in asdict(self.method).items() if key != "stats" or value is not None},
             "source": self.source,
+            **({} if self.kv_scales is None else {"kv_scales": self.kv_scales.sha256}),
         }
 
 

@@ -14,6 +14,7 @@ from kizami.formats.quant_config import build_quantization_config, output_config
 from kizami.quantize.advice import warn
 from kizami.quantize.constraints import check_steps, fp8_block
 from kizami.quantize.decide import decide
+from kizami.quantize.kv_scales.merge import KvAsked, merge_scales
 from kizami.quantize.layout import cut_into_shards
 from kizami.quantize.plan import Plan, Step, source_identity
 from kizami.quantize.settings import (
@@ -30,18 +31,26 @@ from kizami.quantize.settings import (
 
 
 def build_plan(
-    checkpoint: Checkpoint, policy: Policy, method: Method, calibration: Mapping[str, Any] | None = None
+    checkpoint: Checkpoint,
+    policy: Policy,
+    method: Method,
+    calibration: Mapping[str, Any] | None = None,
+    kv: KvAsked | None = None,
 ) -> Plan:
     """The plan for converting `checkpoint`. Raises KizamiError for what cannot be done or must not be done silently.
-    calibration: `calibrated.facts_of` the statistics whose hash is method.stats."""
+    calibration: `calibrated.facts_of` the statistics whose hash is method.stats. kv: scales of the KV cache to write.
+    """
     check_settings(policy, method)
     tensors, notes = split_fused_experts(checkpoint.config, checkpoint.tensors)
     checkpoint = replace(checkpoint, tensors=tensors, notes=(*checkpoint.notes, *notes))
     family, warnings = find_family(checkpoint.config, checkpoint.tensors)
     dialect = find_encoded_weights(checkpoint.config, checkpoint.tensors)
     steps = decide(checkpoint, family, dialect, policy)
+    merged = None if kv is None else merge_scales(checkpoint, family, policy, steps, kv)
+    steps = steps if merged is None else list(merged.steps)
     check_steps(steps, policy)
-    quantization_config = _quantization_config(checkpoint, family, policy, steps)
+    scheme = _carried_kv_scheme(checkpoint, steps) if merged is None else merged.scheme
+    quantization_config = _quantization_config(family, policy, steps, scheme)
     return Plan(
         policy=policy,
         method=method,
@@ -55,12 +64,14 @@ def build_plan(
         warnings=(
             *warnings,
             *warn(steps, policy),
-            *_layout_notes(checkpoint, policy, steps),
+            *_layout_notes(policy, steps, scheme),
+            *(() if merged is None else merged.warnings),
             *([METHOD_NOTES[method.name]] if method.name in METHOD_NOTES else []),
             *_unused_method(method, steps),
             *checkpoint.notes,
         ),
         calibration=None if calibration is None else dict(calibration),
+        kv_scales=None if merged is None else merged.merge,
     )
 
 
@@ -114,7 +125,9 @@ def check_statistics_option(name: MethodName, given: bool) -> None:
         )
 
 
-def _quantization_config(checkpoint: Checkpoint, family: Family, policy: Policy, steps: list[Step]) -> dict[str, Any]:
+def _quantization_config(
+    family: Family, policy: Policy, steps: list[Step], kv_cache_scheme: dict[str, Any] | None
+) -> dict[str, Any]:
     linears = [step for step in steps if step.is_linear and step.action != "drop"]
     modules = {form: [step.module for step in linears if step.form == form] for form in ("int4", "fp8", "none")}
     if not modules["int4"] and not modules["fp8"]:
@@ -131,21 +144,21 @@ def _quantization_config(checkpoint: Checkpoint, family: Family, policy: Policy,
         fp8_block=fp8_block(steps),
         num_hidden_layers=family.num_layers,
         mtp_packed=policy.mtp == "quantize" and not any(role == WHOLE_MTP for role, _ in policy.roles),
-        kv_cache_scheme=_carried_kv_scheme(checkpoint),
+        kv_cache_scheme=kv_cache_scheme,
     )
 
 
-def _layout_notes(checkpoint: Checkpoint, policy: Policy, steps: list[Step]) -> Iterator[str]:
+def _layout_notes(policy: Policy, steps: list[Step], kv_cache_scheme: dict[str, Any] | None) -> Iterator[str]:
     """What whoever serves this layout has to know."""
     if any(step.form == "int4" for step in steps):
         yield from READER_NOTES[policy.format]
-        if policy.format != "pack-quantized" and _carried_kv_scheme(checkpoint) is not None:
+        if policy.format != "pack-quantized" and kv_cache_scheme is not None:
             yield f"the source's kv_cache_scheme is not carried over: a {policy.format} config has no place for it"
 
 
-def _carried_kv_scheme(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The source's own scheme, and only where its scale tensors really exist: they are copied like any tensor."""
-    if not any(name.endswith((".k_scale", ".v_scale")) for name in checkpoint.tensors):
+def _carried_kv_scheme(checkpoint: Checkpoint, steps: list[Step]) -> dict[str, Any] | None:
+    """The source's own scheme, and only where its scale tensors really are in the output: copied like any tensor."""
+    if not any(spec.name.endswith((".k_scale", ".v_scale")) for step in steps for spec in step.outputs):
         return None
     for holder in (checkpoint.config, checkpoint.config.get("text_config")):
         source = holder.get("quantization_config") if isinstance(holder, dict) else None

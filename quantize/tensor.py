@@ -46,6 +46,8 @@ class Piece:
     @property
     def source_nbytes(self) -> int:
         """Bytes of the source weight that this piece reads."""
+        if not self.step.sources:
+            return 0
         rows = self.step.weight.nbytes if self.step.action in BYTE_FOR_BYTE else self.step.shape[0]
         return self.step.weight.nbytes * self.count // rows if rows else 0
 
@@ -63,8 +65,8 @@ class Produced:
 def pieces(step: Step) -> Iterator[Piece]:
     """INT4 is made in one piece: its largest weights decide on the whole tensor, and some layouts are transposed. The
     rest is cut, FP8 at the edges of its blocks."""
-    if step.form == "int4":
-        yield Piece(step, 0, step.shape[0], True)
+    if step.form == "int4" or not step.sources:
+        yield Piece(step, 0, step.shape[0] if step.sources else 0, True)
         return
     total, unit = (step.weight.nbytes, 1) if step.action in BYTE_FOR_BYTE else step.shape
     size = max(1, PIECE_BYTES // unit)
@@ -104,6 +106,8 @@ def produce(
                 return _dequantize(piece, reader, buffers)
             case "to_fp8":
                 return _to_fp8(piece, reader, buffers)
+            case "kv_scale":
+                return Produced(((step.outputs[0].name, np.array(step.values, "<f4")),))
         return _pass_on(piece, reader, buffers)
     except NonFiniteError as e:
         raise non_finite(step, e) from None

@@ -13,6 +13,7 @@ from typing import Any
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.index import INDEX_NAME
+from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.statistics import Statistics
 from kizami.quantize.executor import available_cores
 from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, policy_of, read_manifest
@@ -23,6 +24,7 @@ from kizami.quantize.verification.damage import locate_damage
 from kizami.quantize.verification.files import Problem, check_files
 from kizami.quantize.verification.foreign import NOTE as FOREIGN_NOTE
 from kizami.quantize.verification.foreign import Foreign
+from kizami.quantize.verification.kv_scales import check_foreign_kv_scales, check_kv_scales
 from kizami.quantize.verification.source import check_against
 from kizami.quantize.verification.structure import check_scales, check_structure, check_totals, packed_modules, rules_of
 
@@ -58,6 +60,7 @@ def verify(
     *,
     against: Checkpoint | None = None,
     statistics: Statistics | None = None,
+    kv_scales: KvScales | None = None,
     sample: int | None = None,
     max_rel_error: float | None = None,
     workers: int | None = None,
@@ -66,7 +69,7 @@ def verify(
     """Checks a finished output.
 
     sample: with `against`, recompute only every n-th tensor, so that about `sample` of them are seen.
-    statistics: with `against`, those that a calibrated method used.
+    statistics: with `against`, those that a calibrated method used. kv_scales: those that the output must have.
     Raises KizamiError only where nothing can be checked at all (no folder, no manifest), or where the statistics are
     those of something else.
     """
@@ -89,7 +92,9 @@ def verify(
     rows: list[Row] = []
     try:
         rows = read_report(out)
-        contents = _check_contents(out, manifest, rows, problems, against, statistics, sample, workers, on_progress)
+        contents = _check_contents(
+            out, manifest, rows, problems, against, statistics, kv_scales, sample, workers, on_progress
+        )
     except KizamiError as e:  # a file that differs need not be readable
         contents = Verification((_problem(e),), skipped=(STRUCTURE, SCALES, *([SOURCE] if against else [])))
     if max_rel_error is not None:
@@ -122,10 +127,11 @@ def _verify_foreign(out: Path, no_manifest: KizamiError, against: Checkpoint | N
             file=out.name,
             hint="leave --against out: structure and scales are checked",
         )
-    problems, packed, tensors = foreign.problems(workers), foreign.dialect.packed, foreign.checkpoint.tensors
-    return Verification(
-        tuple(problems), {STRUCTURE: len(tensors), SCALES: len(packed)}, notes=(FOREIGN_NOTE,), tensors=len(tensors)
-    )
+    packed, tensors = foreign.dialect.packed, foreign.checkpoint.tensors
+    kv_problems, kv_notes = check_foreign_kv_scales(foreign.checkpoint)
+    problems = (*foreign.problems(workers), *kv_problems)
+    notes = (FOREIGN_NOTE, *kv_notes)
+    return Verification(problems, {STRUCTURE: len(tensors), SCALES: len(packed)}, notes=notes, tensors=len(tensors))
 
 
 def _check_contents(
@@ -135,6 +141,7 @@ def _check_contents(
     file_problems: Sequence[Problem],
     against: Checkpoint | None,
     statistics: Statistics | None,
+    kv_scales: KvScales | None,
     sample: int | None,
     workers: int,
     on_progress: Callable[[int, int], None],
@@ -150,17 +157,19 @@ def _check_contents(
     rules = rules_of(checkpoint.config)
     problems = [*check_structure(checkpoint, policy, packed, rules), *check_totals(checkpoint, manifest, rows)]
     problems += [] if problems else check_config(checkpoint, policy)
+    kv_problems, kv_notes = check_kv_scales(checkpoint, manifest, kv_scales)
+    problems += kv_problems
     checked = {STRUCTURE: len(checkpoint.tensors)}
     if problems:
         skipped = (SCALES, *([SOURCE] if against else []))
         return Verification(tuple(problems), checked, skipped, tensors=len(checkpoint.tensors))
     problems += check_scales(checkpoint, manifest, packed, workers)
     checked[SCALES] = len(packed)
-    notes: tuple[str, ...] = ()
+    notes = tuple(kv_notes)
     if against is not None:
         found = check_against(checkpoint, against, manifest, rows, sample, workers, on_progress, statistics)
         problems += found.problems
-        notes = found.notes
+        notes += found.notes
         checked[SOURCE] = found.tensors
         checked |= {STATISTICS: found.held} if statistics is not None else {}
     return Verification(tuple(problems), checked, notes=notes, tensors=len(checkpoint.tensors))

@@ -284,7 +284,7 @@ ROWS = (
         words="eh_proj"),
     Row("sglang-24091", "sglang", "kimi fp8", become("kimi thinking"), "hardware", "note", words="SM100"),
     Row("sglang-18818", "sglang", "glm fp8", lambda m: setattr(m, "files", ("kv_cache_scales.json",)), "kv_json",
-        "warning", words="glm_moe_dsa"),
+        "warning", words="GlmMoeDsaForCausalLM"),
     Row("sglang-39942", "sglang", "glm4 fp8", _kv_scales("k_scale"), "kv_scale_dropped", "warning"),
     Row("vllm-25968", "vllm", "glm int4", _kv_scales("k_proj.k_scale"), "kv_scale_on_mla", "warning"),
     Row("vllm-gaudi-763", "sglang", "glm int4", _kv_scales("k_proj.k_scale"), "kv_scale_on_mla", words="0.5"),

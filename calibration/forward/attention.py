@@ -16,16 +16,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 IMPLEMENTATION = "kizami_streamed"
 
 Observe = Callable[[str, torch.Tensor], None]  # name, rows [..., channels]
+# What a KV cache makes of the rows of a block: MLA's latent [1, 1, s, c] and post-RoPE k_pe [1, 1, s, r], or GQA's
+# post-RoPE K and V [1, Hkv, s, d]
+Rounding = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Prefix:
     """Keys and values of a sequence up to the block at work. As the `cache` of an indexer it keeps the indexer's keys.
 
-    selects: whether the indexer's choice of keys counts.
+    selects: whether the indexer's choice of keys counts. rounding: of the rows that a server would cache; every query
+    then reads rounded rows, its own among them.
     """
 
-    def __init__(self, length: int, selects: bool, observe: Observe) -> None:
-        self.length, self.selects, self._observe = length, selects, observe
+    def __init__(self, length: int, selects: bool, observe: Observe, rounding: Rounding | None = None) -> None:
+        self.length, self.selects, self._observe, self._rounding = length, selects, observe, rounding
         self.position = 0
         self.chosen: Any = None  # keys that the last block's indexer picked, [1, s, k]
         self._keys: torch.Tensor | None = None
@@ -80,8 +84,8 @@ class Prefix:
             self._observe("v", value[0].transpose(0, 1).flatten(1))
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """transformers' cache: the latents of the block go on as they are; `attend` keeps what they become."""
-        return key, value
+        """transformers' cache: the rows of the block go on, rounded if asked; `attend` keeps what they become."""
+        return (key, value) if self._rounding is None else self._rounding(key, value)
 
     def update_indexer(self, key: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """[1, length, d]: rows of the future are zeros, which the causal mask hides. All are there from the first
@@ -136,6 +140,7 @@ def attend(
     observe: Observe,
     index_topk: int | None,
     chosen: torch.Tensor | None,
+    rounding: Rounding | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x + attention(norm(x)) of one sequence x [S, hidden], and the keys that an indexer chose, int32 [S, k].
 
@@ -143,7 +148,7 @@ def attend(
     the sequence has at most index_topk tokens: then every key is chosen.
     """
     selects = index_topk is not None and len(x) > index_topk
-    prefix = Prefix(len(x), selects, observe)
+    prefix = Prefix(len(x), selects, observe, rounding)
     out, picked = torch.empty_like(x), []
     for begin in range(0, len(x), block):
         part = x[begin : begin + block]
@@ -160,7 +165,7 @@ def attend(
             position_embeddings=rotary(normed, positions),
             **{"attention_mask": None} | more,
             position_ids=positions,
-            cache=prefix if selects else None,
+            cache=prefix if selects or rounding is not None else None,
             streamed=prefix,
         )
         out[begin : begin + block] = part + result[0][0]

@@ -114,6 +114,23 @@ class Model:
                 owner.register_buffer(leaf, value)
         return built
 
+    @property
+    def head(self) -> str:
+        """The matrix that makes logits: `lm_head.weight`, or the embedding where the config ties them."""
+        return self.embedding if self.config.tie_word_embeddings else f"{self.family.prefix}lm_head.weight"
+
+    def check_head(self) -> None:
+        """The rest of the model, which statistics need not. KizamiError "missing_tensor", "shape_mismatch"."""
+        _check_shape(self._weights, self.head, (self.config.vocab_size, self.hidden))
+        _check_shape(self._weights, f"{self.prefix}norm.weight", (self.hidden,))
+
+    def final_norm(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """Before the head."""
+        norm = cast(nn.Module, self._build("RMSNorm", self.hidden, self.config.rms_norm_eps))
+        value = self._weights.read(f"{self.prefix}norm.weight", dtype=dtype, device=device)
+        norm.register_parameter("weight", nn.Parameter(value, requires_grad=False))
+        return norm.eval()
+
     def mlp(self, built: Layer) -> Mlp:
         inner: int = self.config.moe_intermediate_size
         if not is_sparse(built):

@@ -84,11 +84,11 @@ def run_calibration(
     "memory", "unsupported_model", "bad_config", "missing_tensor", "shape_mismatch", "unused_tensor", "bad_token",
     "non_finite", "bad_device", "io_error", and those of reading the source.
     """
-    device = _device(settings.device)
+    device = open_device(settings.device)
     dtype = getattr(torch, settings.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     with torch.inference_mode(), Weights(checkpoint) as weights:
         model = Model(checkpoint, weights)
-        _check_tokens(tokens, model)
+        check_tokens(tokens, model)
         chunks = choose_chunks(model, tokens.sequences, tokens.seq_len, settings, dtype.itemsize)
         facts = _facts(checkpoint, tokens, settings, chunks, dtype)
         partial = _place(checkpoint, out)
@@ -272,7 +272,8 @@ def _place(checkpoint: Checkpoint, out: Path) -> Path:
         raise io_error("cannot look up", e, str(out)) from e
 
 
-def _device(word: str) -> torch.device:
+def open_device(word: str) -> torch.device:
+    """KizamiError "bad_device"."""
     try:
         device = torch.device(word)
         torch.empty(1, device=device)
@@ -283,7 +284,8 @@ def _device(word: str) -> torch.device:
     return device
 
 
-def _check_tokens(tokens: TokenSet, model: Model) -> None:
+def check_tokens(tokens: TokenSet, model: Model) -> None:
+    """KizamiError "bad_token"."""
     ids, vocabulary, longest = tokens.ids, model.config.vocab_size, model.config.max_position_embeddings
     assert ids.ndim == 2, ids.shape
     assert ids.size

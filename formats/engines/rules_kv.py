@@ -7,15 +7,9 @@ from kizami.formats.engines.context import Context
 from kizami.formats.engines.finding import EngineName, Hit, Rule
 from kizami.formats.engines.served import KV_SCALE_LEAVES
 from kizami.formats.errors import printable
+from kizami.formats.kv_scales.effects import NOT_REMAPPED, json_refusal
 
-# SG: models with load_kv_cache_scales, the only ones that take --quantization-param-path.
-_JSON_CLASSES = frozenset({
-    "apertus", "arcee", "exaone4", "glm4", "glm5_next", "hunyuan", "llama", "mimo", "mimo_v2", "opt", "qwen2", "qwen3",
-    "solar",
-})  # fmt: skip
 _JSON_NAMES = ("kv_cache_scales.json", "kv_scales.json")
-# SG: loaders without maybe_remap_kv_scale_name.
-_NOT_REMAPPED = frozenset({"glm4_moe", "qwen3_moe", "qwen2", "mixtral"})
 
 
 def _scales(context: Context) -> list[str]:
@@ -101,7 +95,7 @@ def _mla(context: Context) -> Iterator[Hit]:
 
 def _dropped(context: Context) -> Iterator[Hit]:
     """Model classes whose loader has no remapping of KV scales."""
-    if context.model.attention == "mla" or context.model.family.name not in _NOT_REMAPPED:
+    if context.model.attention == "mla" or context.model.family.name not in NOT_REMAPPED:
         return
     for name in _scales(context):
         if ".attn." not in name:
@@ -121,13 +115,12 @@ def _fused_names(context: Context) -> Iterator[Hit]:
 
 
 def _json(context: Context) -> Iterator[Hit]:
+    names = context.model.served.config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else context.model.family.name
+    why = json_refusal(printable(str(name), 60))
     for file in _JSON_NAMES:
-        if file in context.model.served.files and context.model.family.name not in _JSON_CLASSES:
-            yield Hit(
-                f"{file}: the class of {printable(context.model.family.name, 40)} has no load_kv_cache_scales, and "
-                "--quantization-param-path ends in a RuntimeError",
-                "do not pass the file",
-            )
+        if file in context.model.served.files and why is not None:
+            yield Hit(f"{file}: {why}", "do not pass the file")
 
 
 RULES = (

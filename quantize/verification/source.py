@@ -28,6 +28,7 @@ from kizami.quantize.calibrated.statistics import find_fallbacks
 from kizami.quantize.card import hub_origin
 from kizami.quantize.executor import thread_map
 from kizami.quantize.given import chosen_instead
+from kizami.quantize.kv_scales.merge import asked_of
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, method_of, policy_of
 from kizami.quantize.plan import Plan, Shard, Step
 from kizami.quantize.planner import build_plan
@@ -67,7 +68,8 @@ def check_against(
     """sample: only every n-th tensor is compared, so that about `sample` of them are. statistics: of the run."""
     found = Comparison()
     try:
-        plan = build_plan(source, policy_of(manifest), method_of(manifest), manifest.get("calibration"))
+        kv = asked_of(manifest)
+        plan = build_plan(source, policy_of(manifest), method_of(manifest), manifest.get("calibration"), kv)
         if statistics is not None:
             found.problems += check_statistics_are_those(statistics, manifest)
             find_fallbacks(plan, statistics)  # raises where they do not fit
@@ -207,10 +209,11 @@ def _compare(
                 expected |= {key: row[key] for key in UNKNOWN if key in expected}
             return list(_row_faults(row, expected))
 
-        for (shard, step, _), faults in zip(chosen, thread_map(workers, check, chosen), strict=True):
-            found.tensors += 1
+        checked = zip(chosen, thread_map(workers, check, chosen), strict=True)
+        for done, ((shard, step, _), faults) in enumerate(checked, 1):
+            found.tensors += bool(step.sources)  # KV scales are held to the manifest's record
             found.held += witness.holds(plan, step)
-            on_progress(found.tensors, len(chosen))
+            on_progress(done, len(chosen))
             found.problems += [Problem(code, message, shard.file, step.module) for code, message in faults]
 
 

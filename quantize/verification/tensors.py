@@ -78,6 +78,8 @@ def check_step(
             return _check_fp8(step, source, out, tensors)
         case "dequantize":
             return list(_check_dequantized(step, source, out, tensors)), None
+        case "kv_scale":
+            return list(_check_kv_scale(step, out, tensors)), None
     faults = list(_check_copied(step.weight, tensors[step.outputs[0].name], source, out))
     if isinstance(step.encoding, ScaledWeight) and step.action == "keep_fp8":
         kept = out.read(tensors[step.outputs[1].name]).view("<f4").reshape(step.encoding.grid)
@@ -93,6 +95,13 @@ def _check_copied(info: TensorInfo, copy: TensorInfo, source: TensorReader, out:
         if not np.array_equal(a, b):
             yield "not_copied", f"byte {first + int(np.argmax(a != b))} differs from the source's"
             return
+
+
+def _check_kv_scale(step: Step, out: TensorReader, tensors: Tensors) -> Iterator[Fault]:
+    """No source has it: the values are those that the manifest records."""
+    found = out.read(tensors[step.outputs[0].name]).view("<u4")
+    if not np.array_equal(found, np.array(step.values, "<f4").view("<u4")):
+        yield "other_kv_scale", f"is {found.view('<f4').tolist()[:4]}, recorded {list(step.values[:4])}"
 
 
 def _check_dequantized(step: Step, source: TensorReader, out: TensorReader, tensors: Tensors) -> Iterator[Fault]:

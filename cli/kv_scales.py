@@ -1,0 +1,181 @@
+"""`kizami kv-scales`: scales of an FP8 KV cache, who vouches for them, and what engines do with them."""
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kizami.cli import kv_scales_options as k
+from kizami.cli import options as o
+from kizami.cli.command import Command
+from kizami.cli.output import Ui
+from kizami.formats.errors import KizamiError
+
+if TYPE_CHECKING:
+    from kizami.cli.target import Target
+    from kizami.formats.kv_scales.neutral import KvScales
+    from kizami.quantize.kv_scales.assess import Assessment
+    from kizami.quantize.kv_scales.certificate import Bound
+    from kizami.quantize.kv_scales.choose import LayerChoice
+
+
+def kv_scales(
+    context: typer.Context,
+    src: o.Source,
+    stats: k.Stats = None,
+    per_head: k.PerHead = False,
+    kv_format: k.Format = "json",
+    tp: k.TensorParallel = None,
+    force: k.Force = False,
+    output: o.ToFile = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+    json: o.Json = False,
+    debug: o.Debug = False,
+) -> None:
+    """Scales for an FP8 KV cache, layer by layer, and who vouches for them.
+
+    A certificate proves from the weights that scale 1.0 cannot clip; --stats has what was measured; last come the
+    scales that SRC brings. A layer without any of these is "not calibrated". Says what SGLang and vLLM really do with
+    the scales, and writes nothing that would spoil attention. Exit code 1 if measured values will be clipped, or if
+    FILE was not written.
+    """
+    from kizami.cli.kv_scales_text import show_kv_scales
+    from kizami.cli.source import open_source
+    from kizami.cli.target import Target
+    from kizami.formats.statistics import Statistics
+    from kizami.quantize.kv_scales.assess import assess
+
+    ui = Ui(quiet=quiet, verbose=verbose, json=json)
+    _check_options(context, kv_format, tp)
+    checkpoint = open_source(src)
+    target = None if output is None else Target.checked(_new(output, kv_format), checkpoint.root)
+    made = assess(checkpoint, None if stats is None else Statistics.open(stats), "attn_head" if per_head else "tensor")
+    data = _encode(made, kv_format, tp)
+    refused = None if force else _refusal(made.scales, kv_format)
+    written = _write(target, data, kv_format) if refused is None else None
+    body = kv_scales_body(made, kv_format, refused, written)
+    if json:
+        ui.emit("kv-scales", body)
+    else:
+        show_kv_scales(ui, made, body)
+    if made.clips or (refused is not None and output is not None):
+        raise typer.Exit(1)
+
+
+def _check_options(context: typer.Context, kv_format: str, tp: int | None) -> None:
+    if kv_format == "sglang" and tp is None:
+        raise KizamiError(
+            "SGLang wants a scale for each rank, and refuses a file of another number of ranks",
+            code="usage",
+            hint="add --tp N, the server's",
+        )
+    if kv_format != "sglang" and tp is not None and not o.from_environment(context, "tp"):
+        raise KizamiError(f"--tp without --format sglang; {kv_format} is the same for any", code="usage")
+
+
+def _new(output: str, kv_format: str) -> str:
+    """FILE; an existing one that holds weights stays as it is."""
+    if kv_format == "checkpoint" and os.path.isfile(output):
+        raise KizamiError(
+            "exists, and a file of tensors is never replaced", code="bad_file", file=output, hint="remove it first"
+        )
+    return output
+
+
+def _encode(made: "Assessment", kv_format: str, tp: int | None) -> bytes:
+    """The file's bytes. KizamiError "no_kv_json"."""
+    from kizami.formats.kv_scales.sglang import sglang_file
+    from kizami.formats.kv_scales.tensors import encode_tensors
+    from kizami.formats.strict_json import dump_json
+
+    if kv_format == "sglang":
+        assert tp is not None
+        return dump_json(sglang_file(made.scales, tp))
+    return encode_tensors(made.scales, made.prefix) if kv_format == "checkpoint" else made.scales.encode()
+
+
+def _refusal(scales: "KvScales", kv_format: str) -> str | None:
+    """Why a file for engines is not written; kizami's own always is."""
+    from kizami.formats.kv_scales.effects import refusal
+
+    if kv_format == "json":
+        return None
+    if (why := refusal(scales)) is not None:
+        return f"{why}. --force writes them all the same"
+    if scales.attention != "gqa":
+        return (
+            "nothing to write: engines store this latent at scale 1.0 without any tensor, and the table above is a "
+            "check of its range"
+        )
+    if scales.trivial:
+        return "nothing to write: no layer is calibrated, and every scale would be 1.0; give --stats"
+    return None
+
+
+def _write(target: "Target | None", data: bytes, kv_format: str) -> dict[str, Any] | None:
+    if target is None:
+        return None
+    target.write(data)
+    return {"file": target.name, "format": kv_format, "bytes": len(data)}
+
+
+# ------------------------------------------------------------------------------------------------------------- --json
+
+
+def kv_scales_body(
+    made: "Assessment", kv_format: str, refused: str | None, written: dict[str, Any] | None
+) -> dict[str, Any]:
+    from kizami.formats.kv_scales.effects import effects
+    from kizami.formats.kv_scales.tensors import kv_cache_scheme
+
+    scheme = kv_cache_scheme(made.scales) if kv_format == "checkpoint" and refused is None else None
+    layers = [_layer_body(layer) for layer in made.layers]
+    return {
+        "ok": not made.clips,
+        **{key: value for key, value in made.scales.document().items() if key not in ("schema", "layers")},
+        "not_calibrated": list(made.scales.uncalibrated),
+        "trivial": made.scales.trivial,
+        "layers": layers,
+        "mtp_layers": [{"layer": s.layer, "bounds": [_bound_body(b) for b in s.bounds]} for s in made.mtp],
+        "effects": [asdict(effect) for effect in effects(made.scales)],
+        "refused": refused,
+        "kv_cache_scheme": scheme,
+        "written": written,
+    }
+
+
+def _layer_body(layer: "LayerChoice") -> dict[str, Any]:
+    return {
+        "layer": layer.scales.layer,
+        "source": layer.scales.source,
+        "k": list(layer.scales.k),
+        "v": list(layer.scales.v),
+        "bounds": [_bound_body(bound) for bound in layer.bounds],
+        "measured": {name: asdict(window) for name, window in layer.windows.items()},
+        "headroom": layer.headroom,
+        "findings": [asdict(finding) for finding in layer.findings],
+    }
+
+
+def _bound_body(bound: "Bound") -> dict[str, Any]:
+    return {
+        "what": bound.what,
+        "bound": bound.value,
+        "proves": bound.proves,
+        "plateau": bound.plateau,
+        "on_plateau": bound.on_plateau,
+        "how": bound.how,
+    }
+
+
+COMMAND = Command(
+    "kv-scales",
+    kv_scales,
+    (
+        "kizami kv-scales GLM-5.2-FP8/",
+        "kizami kv-scales GLM-4.7-FP8/ --stats stats/ -o kv.json",
+        "kizami kv-scales Llama-3.3-70B/ --stats stats/ --format sglang --tp 8 -o kv_cache_scales.json",
+    ),
+)

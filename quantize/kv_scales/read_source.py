@@ -1,0 +1,262 @@
+"""What a checkpoint itself says of its KV cache, layer by layer: bounds from its weights, and scales that it brings.
+
+A few MB per layer are read, a matrix at a time; never a whole shard.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.dialects import Dialect, ScaledWeight, find_encoded_weights
+from kizami.formats.errors import KizamiError, printable
+from kizami.formats.families import KNOWN_FAMILIES, Family, Role
+from kizami.formats.fused_experts import split_fused_experts
+from kizami.formats.kv_scales.neutral import float32_scale
+from kizami.formats.reader import TensorReader
+from kizami.formats.serving.model import ServedModel
+from kizami.formats.tensors import TensorInfo
+from kizami.quantize.buffers import Buffers
+from kizami.quantize.decode import float32_weight
+from kizami.quantize.kv_scales.certificate import (
+    F64,
+    Bound,
+    linear_bound,
+    norm_bound,
+    rope_factor,
+    rotated_linear_bound,
+    rotated_norm_bound,
+)
+from kizami.quantize.plan import Step
+from kizami.quantize.source_rows import SOURCE_VIEWS, opened
+from kizami.quantize.unpack import as_float32
+
+# Norms that multiply with gamma as it is stored. Gemma's and Qwen3-Next's multiply with 1 + gamma: none of these do.
+PLAIN_NORMS = KNOWN_FAMILIES | {
+    "deepseek_v2", "exaone4", "glm4", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+}  # fmt: skip
+_K_NAMES = ("k_scale", "attn.k_scale", "attn_mqa.k_scale", "k_proj.k_scale", "k_proj.output_scale")
+_V_NAMES = ("v_scale", "attn.v_scale", "attn_mqa.v_scale", "v_proj.v_scale", "v_proj.output_scale")
+_BOTH_NAMES = ("kv_scale",)
+_FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
+MAX_WEIGHTS = 1 << 28  # of one matrix: the largest known K projection has 2^23
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Scales that the source brings, one or one per KV head."""
+
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+
+    @property
+    def is_unity(self) -> bool:
+        return set(self.k + self.v) == {1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """bounds: latent and k_pe, or k and v."""
+
+    layer: int
+    in_mtp: bool
+    bounds: tuple[Bound, ...]
+    carried: Carried | None
+
+
+def read_layers(checkpoint: Checkpoint, family: Family, model: ServedModel) -> tuple[LayerSource, ...]:
+    """Every layer of the model and every next-token layer that the names have, in order.
+
+    KizamiError "bad_kv_scale" for a KV scale of 0, NaN, infinity or below 0; those of TensorReader and the dialects.
+    """
+    tensors, _ = split_fused_experts(checkpoint.config, checkpoint.tensors)
+    whole = replace(checkpoint, tensors=tensors)
+    dialect = find_encoded_weights(whole.config, tensors)
+    modules = _modules(family, tensors)
+    layers = (*range(model.layers), *(layer for layer in family.mtp_layers if layer >= model.layers))
+    with TensorReader(whole) as reader:
+        source = _Source(family, model, dialect, reader, tensors)
+        return tuple(
+            LayerSource(
+                layer,
+                layer >= model.layers,
+                source.bounds(modules.get(layer, {})),
+                source.carried(modules.get(layer, {})),
+            )
+            for layer in layers
+        )
+
+
+def _modules(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, str]]:
+    """Layer -> what follows `layers.N.`, `self_attn.` cut off -> the tensor's whole name."""
+    found: dict[int, dict[str, str]] = {}
+    for name in tensors:
+        if ".self_attn." not in name and ".input_layernorm." not in name:
+            continue
+        place = family.place(name)
+        if place.layer is None or place.role is Role.VISION:
+            continue
+        marker = ".self_attn." if ".self_attn." in name else "."
+        rest = name.rpartition(marker)[2] if marker != "." else name[name.rindex("input_layernorm") :]
+        found.setdefault(place.layer, {})[rest] = name
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    family: Family
+    model: ServedModel
+    dialect: Dialect
+    reader: TensorReader
+    tensors: Mapping[str, TensorInfo]
+
+    def bounds(self, names: Mapping[str, str]) -> tuple[Bound, ...]:
+        """Of one layer, by its tensors' names."""
+        text = self.family.text_config
+        kinds = ("latent", "k_pe") if self.model.is_mla else ("k", "v")
+        if str(text.get("model_type") or self.family.name) not in PLAIN_NORMS:
+            why = (
+                f"whether the norms of {printable(self.family.name, 40)} multiply with gamma or 1 + gamma is not known"
+            )
+            return tuple(Bound(kind, None, why) for kind in kinds)
+        factor = rope_factor(text)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite proves nothing
+            return self._latent(names, factor) if self.model.is_mla else self._heads(names, factor)
+
+    def _latent(self, names: Mapping[str, str], factor: float | None) -> tuple[Bound, ...]:
+        model = self.model
+        gamma = self._vector(names, "kv_a_layernorm.weight", model.latent)
+        latent = Bound("latent", None, gamma) if isinstance(gamma, str) else norm_bound("latent", gamma)
+        read = self._linear(names, "kv_a_proj_with_mqa", model.latent + model.rope, factor)
+        if isinstance(read, str) or factor is None:
+            return latent, Bound("k_pe", None, str(read))
+        weight, norm, bias, fp8 = read
+        rows = slice(model.latent, None)
+        offset = None if bias is None else bias[rows]
+        k_pe = rotated_linear_bound(
+            "k_pe", weight[rows], norm, offset, factor, heads=1, rotary=model.rope, pairing="either", fp8=fp8
+        )
+        return latent, k_pe
+
+    def _heads(self, names: Mapping[str, str], factor: float | None) -> tuple[Bound, ...]:
+        return self._k(names, factor), self._v(names)
+
+    def _k(self, names: Mapping[str, str], factor: float | None) -> Bound:
+        model, rows = self.model, self.model.kv_heads * self.model.head_dim
+        if factor is None:
+            return Bound("k", None, ROPE_UNKNOWN)
+        if "k_norm.weight" in names:
+            wide = self.tensors[names["k_norm.weight"]].shape == (rows,)
+            gamma = self._vector(names, "k_norm.weight", rows if wide else model.head_dim)
+            return Bound("k", None, gamma) if isinstance(gamma, str) else rotated_norm_bound("k", gamma, factor)
+        read = self._linear(names, "k_proj", rows, factor)
+        if isinstance(read, str):
+            return Bound("k", None, read)
+        weight, norm, bias, fp8 = read
+        rotary = _rotary(self.family.text_config, model.head_dim)
+        return rotated_linear_bound(
+            "k", weight, norm, bias, factor, heads=model.kv_heads, rotary=rotary, pairing="either", fp8=fp8
+        )
+
+    def _v(self, names: Mapping[str, str]) -> Bound:
+        read = self._linear(names, "v_proj", self.model.kv_heads * self.model.head_dim, 1.0)
+        if isinstance(read, str):
+            return Bound("v", None, read)
+        weight, norm, bias, fp8 = read
+        return linear_bound("v", weight, norm, bias, fp8=fp8)
+
+    def _linear(
+        self, names: Mapping[str, str], module: str, rows: int, factor: float | None
+    ) -> tuple[F64, F64, F64 | None, bool] | str:
+        """Weight [rows, d], gamma [d] of the norm before it, bias, whether it is FP8; or why not."""
+        if factor is None:
+            return ROPE_UNKNOWN
+        name = names.get(f"{module}.weight") or names.get(f"{module}.weight_packed")
+        if name is None:
+            return f"no {module}.weight"
+        step = self._step(name)
+        if len(step.shape) != 2 or step.shape[0] != rows or prod(step.shape) > MAX_WEIGHTS:
+            return f"{module} is {list(step.shape)}, expected {rows} rows"
+        gamma = self._vector(names, "input_layernorm.weight", step.shape[1])
+        if isinstance(gamma, str):
+            return gamma
+        bias = None
+        if f"{module}.bias" in names:
+            read = self._vector(names, f"{module}.bias", rows)
+            if isinstance(read, str):
+                return read
+            bias = read
+        if step.encoding is None and step.weight.dtype not in SOURCE_VIEWS:
+            return f"{module} is {step.weight.dtype}"
+        with opened(step, self.reader, Buffers(0)) as source:
+            weight = float32_weight(source.rows, source.grid, source.block).astype(np.float64)
+        return weight, gamma, bias, isinstance(step.encoding, ScaledWeight)
+
+    def _step(self, name: str) -> Step:
+        module = name.removesuffix(".weight").removesuffix(".weight_packed")
+        encoding = self.dialect.weights.get(module) or self.dialect.packed.get(module)
+        return Step(module, "copy", "", self.family.place(name), self.tensors[name], encoding, ())
+
+    def _vector(self, names: Mapping[str, str], rest: str, size: int) -> F64 | str:
+        """[size] float64, or why not."""
+        if (name := names.get(rest)) is None:
+            return f"no {rest}"
+        info = self.tensors[name]
+        if info.shape != (size,) or info.dtype not in _FLOATS or not size:
+            return f"{rest} is {info.dtype} {list(info.shape)}, expected {size} numbers"
+        values = self._floats(info)
+        return values if np.isfinite(values).all() else f"{rest} has numbers that are not finite"
+
+    def _floats(self, info: TensorInfo) -> F64:
+        raw: NDArray[Any] = self.reader.read(info).view(_FLOATS[info.dtype])
+        return (as_float32(raw) if info.dtype == "BF16" else raw).astype(np.float64)
+
+    def carried(self, names: Mapping[str, str]) -> Carried | None:
+        k, v, both = (self._scale(names, words) for words in (_K_NAMES, _V_NAMES, _BOTH_NAMES))
+        if k is None and v is None:
+            k = v = both
+        if k is None or v is None:
+            k = v = k or v  # one of the two: engines use it for both
+        return None if k is None or v is None else Carried(k, v)
+
+    def _scale(self, names: Mapping[str, str], words: tuple[str, ...]) -> tuple[float, ...] | None:
+        name = next((names[word] for word in words if word in names), None)
+        if name is None:
+            return None
+        info = self.tensors[name]
+        counts = {1, self.model.kv_heads} if self.model.kv_heads else {1}
+        if info.dtype not in _FLOATS or prod(info.shape) not in counts:
+            expected = " or ".join(str(count) for count in sorted(counts))
+            raise _bad_scale(info, f"is {info.dtype} {list(info.shape)}, expected {expected} floats")
+        scales = []
+        for value in self._floats(info).tolist():
+            if (scale := float32_scale(value)) is None:
+                raise _bad_scale(info, f"has a KV scale of {value:g}, expected a positive, finite number")
+            scales.append(scale)
+        return tuple(scales)
+
+
+ROPE_UNKNOWN = "whether this rope type scales cos and sin is not known"
+
+
+def _rotary(text: Mapping[str, Any], head_dim: int) -> int:
+    """How many of a head's channels RoPE turns."""
+    rope = text.get("rope_parameters")
+    holders = [text, rope if isinstance(rope, dict) else {}]
+    given = next((h["partial_rotary_factor"] for h in holders if h.get("partial_rotary_factor") is not None), 1.0)
+    share = float(given) if type(given) in (int, float) and 0 < given <= 1 else 1.0
+    return int(head_dim * share) // 2 * 2
+
+
+def _bad_scale(info: TensorInfo, message: str) -> KizamiError:
+    return KizamiError(
+        message,
+        code="bad_kv_scale",
+        file=info.file,
+        tensor=info.name,
+        hint="engines would take it as it is, or 1.0 without a word; remove the tensor and measure with --stats",
+    )

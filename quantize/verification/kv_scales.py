@@ -1,0 +1,133 @@
+"""The KV scales of an output: usable numbers, those that the manifest records, and a scheme if and only if there are
+tensors. No source is needed."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import printable
+from kizami.formats.foreign import quantization_configs
+from kizami.formats.kv_scales.neutral import KvScales
+from kizami.formats.reader import TensorReader
+from kizami.formats.tensors import TensorInfo
+from kizami.quantize.kv_scales.merge import is_kv_scale, tensors_of
+from kizami.quantize.manifest import CONFIG, MANIFEST, kv_scales_of
+from kizami.quantize.verification.files import Problem
+
+VIEWS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
+MAX_SCALE_BYTES = 1 << 16  # one per head at most, in F64
+VALUES_SHOWN = 4
+
+
+def check_kv_scales(
+    checkpoint: Checkpoint, manifest: Mapping[str, Any], held: KvScales | None = None
+) -> tuple[list[Problem], list[str]]:
+    """Problems and notes. held: those of --kv-scales, which the manifest must have as well."""
+    recorded = kv_scales_of(manifest)
+    found = {name: info for name, info in checkpoint.tensors.items() if is_kv_scale(name)}
+    problems, values = _read(checkpoint, found)
+    if recorded is not None:
+        problems += _recorded(checkpoint, found, values, recorded, manifest["kv_scales"])
+    notes = list(_scheme(checkpoint, found, problems, strict=recorded is not None))
+    if held is not None and (recorded is None or recorded.layers != held.layers):
+        problems.append(Problem("other_kv_scales", _difference(recorded, held), MANIFEST))
+    return problems, notes
+
+
+def check_foreign_kv_scales(checkpoint: Checkpoint) -> tuple[list[Problem], list[str]]:
+    """Of a checkpoint that kizami did not write: without a manifest."""
+    return check_kv_scales(checkpoint, {})
+
+
+def _read(
+    checkpoint: Checkpoint, found: Mapping[str, TensorInfo]
+) -> tuple[list[Problem], dict[str, NDArray[np.float64]]]:
+    """Values by name, and what is wrong with them. Engines that meet 0 or -1 use 1.0 without a word (SGLang 0.5.23
+    layers/quantization/kv_cache.py); NaN ruins every token."""
+    problems, values = [], {}
+    with TensorReader(checkpoint) as reader:
+        for name, info in found.items():
+            fault = None
+            if info.nbytes > MAX_SCALE_BYTES or info.dtype not in (*VIEWS, "BF16") or not info.nbytes:
+                fault = f"is {info.dtype} {list(info.shape)}, expected a float scale, or one per head"
+            else:
+                values[name] = numbers = _floats(reader.read(info), info.dtype)
+                bad = np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)))
+                if len(bad):
+                    fault = f"element {int(bad[0])} is {numbers[bad[0]]:g}, expected a finite number above 0"
+            if fault is not None:
+                problems.append(Problem("bad_kv_scale", fault, info.file, name))
+    return problems, values
+
+
+def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
+    if dtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return raw.view(VIEWS[dtype]).astype(np.float64)
+
+
+def _recorded(
+    checkpoint: Checkpoint,
+    found: Mapping[str, TensorInfo],
+    values: Mapping[str, NDArray[np.float64]],
+    scales: KvScales,
+    record: Mapping[str, Any],
+) -> Iterator[Problem]:
+    """The tensors are those that follow from the record, to the bit."""
+    wanted = tensors_of(checkpoint.tensors, scales) if scales.attention == "gqa" or record["forced"] is not None else {}
+    if record["tensors"] != len(wanted):
+        yield Problem("other_manifest", f"kv_scales.tensors is {record['tensors']}, expected {len(wanted)}", MANIFEST)
+    for name in sorted(wanted.keys() | found.keys()):
+        info, array = found.get(name), wanted.get(name)
+        if info is None:
+            yield Problem("missing_kv_scale", f"{MANIFEST} records this KV scale, and it is not there", CONFIG, name)
+        elif array is None:
+            yield Problem("stray_kv_scale", f"is a KV scale that {MANIFEST} does not record", info.file, name)
+        elif (info.dtype, info.shape) != ("F32", array.shape):
+            shown = f"is {info.dtype} {list(info.shape)}, expected F32 {list(array.shape)}"
+            yield Problem("other_kv_scale", shown, info.file, name)
+        elif not np.array_equal(values[name], array.ravel().astype(np.float64)):
+            is_, said = values[name].tolist()[:VALUES_SHOWN], array.ravel().tolist()[:VALUES_SHOWN]
+            yield Problem("other_kv_scale", f"is {is_}; {MANIFEST} records {said}", info.file, name)
+
+
+def _scheme(
+    checkpoint: Checkpoint, found: Mapping[str, TensorInfo], problems: list[Problem], *, strict: bool
+) -> Iterator[str]:
+    """A scheme without tensors turns a cache to FP8 at 1.0 without a word; tensors without a scheme are not read."""
+    schemes = [
+        (where, config["kv_cache_scheme"])
+        for where, config in quantization_configs(checkpoint.config)
+        if config.get("kv_cache_scheme") is not None
+    ]
+    if schemes and not found:
+        message = f"{schemes[0][0]}.kv_cache_scheme is there, and no KV scale is: engines would use 1.0 without a word"
+        problems.append(Problem("kv_scheme_without_scales", message, CONFIG))
+    if not schemes and found:
+        name = next(iter(found))
+        message = f"{len(found)} KV scales are there, and no kv_cache_scheme: engines leave them unread"
+        if strict:
+            problems.append(Problem("kv_scales_without_scheme", message, CONFIG, name))
+        else:
+            yield f"{message} (as in the source)"
+    for where, scheme in schemes:
+        strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
+        by_head = [name for name, info in found.items() if info.nbytes and max(info.shape, default=1) > 1]
+        if strategy not in ("tensor", "attn_head") or (by_head and strategy == "tensor"):
+            shown = printable(repr(strategy), 40)
+            message = f"{where}.kv_cache_scheme has strategy {shown}, and the scales are one per "
+            message += "head" if by_head else "tensor"
+            problems.append(Problem("kv_scheme", message, CONFIG, next(iter(by_head or found), None)))
+
+
+def _difference(recorded: KvScales | None, held: KvScales) -> str:
+    if recorded is None:
+        return "was converted without --kv-scales"
+    if len(recorded.layers) != len(held.layers):
+        return f"records KV scales of {len(recorded.layers)} layers, FILE has {len(held.layers)}"
+    ours, theirs = next((a, b) for a, b in zip(recorded.layers, held.layers, strict=True) if a != b)
+    shown = [f"k {list(x.k[:VALUES_SHOWN])}, v {list(x.v[:VALUES_SHOWN])} ({x.source})" for x in (ours, theirs)]
+    return f"records of layer {ours.layer} {shown[0]}; FILE has {shown[1]}"

@@ -1,0 +1,298 @@
+"""What weights prove of the KV cache: no input whatever exceeds a bound, and bounds of norms are reached."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import make_cases
+import numpy as np
+import pytest
+from kv_scale_fixtures import HIDDEN, KV_HEADS, ROWS, WIDTH, gqa
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.families import find_family
+from kizami.formats.serving.model import read_model
+from kizami.quantize.kv_scales.certificate import (
+    Bound,
+    linear_bound,
+    norm_bound,
+    pair_sigma,
+    rope_factor,
+    rotated_linear_bound,
+    rotated_norm_bound,
+)
+from kizami.quantize.kv_scales.read_source import LayerSource, read_layers
+
+RNG = np.random.default_rng(7)
+EPS = 1e-6
+
+
+def rms_norm(x: np.ndarray, gamma: np.ndarray) -> np.ndarray:
+    return gamma * x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS)
+
+
+def rope(x: np.ndarray, angles: np.ndarray, pairing: str, factor: float = 1.0) -> np.ndarray:
+    """x [n, heads, w], angles [n, rotary/2]: the first `rotary` channels of each head are turned."""
+    rotary = 2 * angles.shape[1]
+    first, second = (slice(0, rotary, 2), slice(1, rotary, 2)) if pairing == "interleaved" else (
+        slice(0, rotary // 2), slice(rotary // 2, rotary))  # fmt: skip
+    cos, sin = factor * np.cos(angles)[:, None], factor * np.sin(angles)[:, None]
+    out = x.copy()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def inputs(d: int, towards: np.ndarray) -> np.ndarray:
+    """Gaussian, heavy-tailed, one-hot, tiny and huge inputs, and those along each row of `towards`, its worst case."""
+    return np.concatenate([
+        RNG.standard_normal((300, d)), RNG.standard_t(1.5, (300, d)), 1e4 * np.eye(d), 1e-5 * np.eye(d),
+        1e3 * towards, -towards, 1e3 * np.sign(towards),
+    ])  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- brute force
+
+
+def test_a_norms_output_never_exceeds_its_bound_and_reaches_it() -> None:
+    gamma = RNG.standard_normal(512) * 3
+    bound = norm_bound("latent", gamma)
+    seen = np.abs(rms_norm(inputs(512, np.eye(512)), gamma)).max()
+    assert bound.value is not None
+    assert 0.98 * bound.value < seen <= bound.value  # 1.01 is for BF16
+
+
+def test_a_latent_of_512_is_certified_up_to_gamma_19_6() -> None:
+    assert norm_bound("latent", np.full(512, 19.6)).proves
+    above = norm_bound("latent", np.full(512, 19.65))
+    assert not above.proves
+    assert above.says.startswith("cannot prove (bound 449")
+
+
+def test_the_latent_of_a_bfloat16_norm_stays_below_as_well() -> None:
+    gamma = make_cases.bf16_to_f32(make_cases.bf16(RNG.standard_normal(512).astype(np.float32)))
+    x = inputs(512, np.eye(512)).astype(np.float32)
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        return make_cases.bf16_to_f32(make_cases.bf16(values))
+
+    y = rounded(rounded(rms_norm(x, np.ones(512, np.float32)).astype(np.float32)) * gamma)
+    assert np.abs(y).max() <= norm_bound("latent", gamma.astype(np.float64)).value
+
+
+def test_the_plateau_of_a_norm_is_its_least_gamma() -> None:
+    gamma = RNG.uniform(0.06, 2, 256)
+    bound = norm_bound("latent", gamma)
+    rms = np.sqrt((rms_norm(np.concatenate([1e3 * np.eye(256), RNG.standard_normal((200, 256))]), gamma) ** 2).mean(-1))
+    assert bound.plateau is not None
+    assert 0.98 * rms.min() < bound.plateau <= rms.min()
+    assert bound.on_plateau
+    assert not norm_bound("latent", np.append(gamma, 0.04)).on_plateau
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("factor", [1.0, 1.4, 0.7])
+def test_a_rotated_norm_never_exceeds_its_bound_however_pairs_are_formed(pairing: str, factor: float) -> None:
+    gamma = RNG.uniform(0.2, 3, 32)
+    x = inputs(32, np.eye(32))
+    k = rms_norm(x, gamma)[:, None]
+    seen = max(
+        np.abs(rope(k, np.broadcast_to(angle, (len(x), 8)), pairing, factor)).max()
+        for angle in np.linspace(0, math.pi, 33)
+    )
+    bound = rotated_norm_bound("k", gamma, factor).value
+    assert bound is not None
+    assert 0.65 * bound < seen <= bound
+
+
+def ascend(weight: np.ndarray, gamma: np.ndarray, bias: np.ndarray, pairing: str, rotary: int) -> float:
+    """The largest value of rotated y = W norm(x) + b that is found by going uphill from random starts: for each row
+    of a random rotation the best x is along W_j gamma, turned."""
+    worst = 0.0
+    heads = len(weight) // WIDTH
+    for _ in range(60):
+        angles = RNG.uniform(0, 2 * math.pi, (1, rotary // 2))
+        basis = np.eye(len(weight)).reshape(len(weight), heads, WIDTH)
+        turn = rope(basis, np.repeat(angles, len(weight), 0), pairing).reshape(len(weight), -1).T
+        rows = turn @ (weight * gamma)
+        x = np.concatenate([rows, -rows])  # the direction of steepest ascent, both ways
+        y = rms_norm(1e4 * x, np.ones(weight.shape[1])) * gamma @ weight.T + bias
+        worst = max(worst, float(np.abs(y @ turn.T).max()))
+    return worst
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_k_never_exceeds_its_bound_on_the_steepest_inputs(pairing: str, biased: bool) -> None:
+    weight = RNG.standard_normal((ROWS, HIDDEN)) * np.exp(RNG.standard_normal((ROWS, 1)))
+    gamma, bias = RNG.uniform(0.3, 2, HIDDEN), RNG.standard_normal(ROWS) * (100 if biased else 0)
+    bound = rotated_linear_bound(
+        "k", weight, gamma, bias if biased else None, 1.0, heads=KV_HEADS, rotary=8, pairing="either", fp8=False
+    ).value
+    seen = ascend(weight, gamma, bias, pairing, 8)
+    assert bound is not None
+    assert 0.6 * bound < seen <= bound
+
+
+def test_v_never_exceeds_its_bound_and_reaches_it() -> None:
+    weight, gamma, bias = RNG.standard_normal((ROWS, HIDDEN)), RNG.uniform(0.3, 2, HIDDEN), RNG.standard_normal(ROWS)
+    bound = linear_bound("v", weight, gamma, bias, fp8=False).value
+    y = rms_norm(inputs(HIDDEN, weight * gamma), gamma) @ weight.T + bias
+    assert bound is not None
+    assert 0.95 * bound < np.abs(y).max() <= bound
+
+
+def test_sigma_of_a_pair_is_the_largest_singular_value() -> None:
+    a, b = RNG.standard_normal((2, 20, 30))
+    expected = [np.linalg.svd(np.stack([x, y]), compute_uv=False)[0] for x, y in zip(a, b, strict=True)]
+    np.testing.assert_allclose(pair_sigma(a, b), expected, rtol=1e-12)
+
+
+def test_an_fp8_linear_has_room_for_the_rounding_of_its_input() -> None:
+    weight, gamma = RNG.standard_normal((4, HIDDEN)), np.ones(HIDDEN)
+    plain, fp8 = (linear_bound("v", weight, gamma, None, fp8=fp8).value for fp8 in (False, True))
+    assert plain is not None
+    assert fp8 == pytest.approx(plain * 1.0625)
+
+
+# ------------------------------------------------------------------------------------------------------------ RoPE
+
+
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [
+        ({}, 1.0),
+        ({"rope_scaling": None}, 1.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1.0),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, 1.0),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1.0),
+        # Kimi-K2, DeepSeek-V3: both are 1, and cos and sin stay as they are
+        ({"rope_scaling": {"type": "yarn", "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}}, 1.0),
+        ({"rope_scaling": {"type": "yarn", "factor": 32.0}}, 1 + 0.1 * math.log(32)),
+        ({"rope_scaling": {"type": "yarn", "factor": 32.0, "mscale": 2.0}}, 1 + 0.2 * math.log(32)),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, 1.5),
+        ({"rope_scaling": {"type": "of tomorrow"}}, None),
+        ({"rope_scaling": {"type": "yarn", "factor": "32"}}, None),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, None),
+    ],
+)
+def test_the_factor_of_cos_and_sin_is_that_of_the_rope_type(config: dict, factor: float | None) -> None:
+    assert rope_factor(config) == (None if factor is None else pytest.approx(factor))
+
+
+@pytest.mark.long
+def test_the_factor_is_never_below_that_of_transformers() -> None:
+    from transformers import DeepseekV3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for more in ({}, {"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 1.0}, {"mscale_all_dim": 0.5}):
+        rope = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4} | more
+        config = DeepseekV3Config(rope_parameters=dict(rope), max_position_embeddings=163840)
+        _, theirs = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        ours = rope_factor({"rope_parameters": rope})
+        assert ours is not None
+        assert ours >= theirs * (1 - 1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def layers_of(folder: Path) -> tuple[LayerSource, ...]:
+    checkpoint = Checkpoint.open(folder)
+    family, _ = find_family(checkpoint.config, checkpoint.tensors)
+    return read_layers(checkpoint, family, read_model(checkpoint.config, family))
+
+
+def bound_of(source: LayerSource, what: str) -> Bound:
+    return next(bound for bound in source.bounds if bound.what == what)
+
+
+def test_every_layer_of_an_mla_checkpoint_has_bounds_that_its_inputs_do_not_exceed(demo_checkpoint: Path) -> None:
+    checkpoint = Checkpoint.open(demo_checkpoint)
+    layers = layers_of(demo_checkpoint)
+    assert [(source.layer, source.in_mtp) for source in layers] == [*((i, False) for i in range(5)), (5, True)]
+    made = {i.name: i for i in checkpoint.tensors.values()}
+    for source in layers:
+        at = f"model.layers.{source.layer}."
+        gamma = plain(checkpoint, made[f"{at}input_layernorm.weight"].name)
+        latent_gamma = plain(checkpoint, f"{at}self_attn.kv_a_layernorm.weight")
+        weight = decoded(checkpoint, f"{at}self_attn.kv_a_proj_with_mqa")
+        d = len(latent_gamma)
+        y = rms_norm(inputs(len(gamma), weight * gamma), gamma) @ weight.T
+        assert np.abs(rms_norm(y[:, :d], latent_gamma)).max() <= bound_of(source, "latent").value
+        k_pe, angle = y[:, None, d:], RNG.uniform(0, 6, (len(y), (len(weight) - d) // 2))
+        for pairing in ("interleaved", "half"):
+            assert np.abs(rope(k_pe, angle, pairing)).max() <= bound_of(source, "k_pe").value
+        assert all(bound.proves for bound in source.bounds)
+
+
+def plain(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    info = checkpoint.tensors[name]
+    tensor = make_cases.read_tensor(checkpoint.path(info.file), name)
+    return make_cases.bf16_to_f32(np.frombuffer(tensor.data, np.uint16)).astype(np.float64).reshape(info.shape)
+
+
+def decoded(checkpoint: Checkpoint, module: str) -> np.ndarray:
+    file = checkpoint.path(checkpoint.tensors[f"{module}.weight"].file)
+    weight = make_cases.read_tensor(file, f"{module}.weight")
+    at = checkpoint.path(checkpoint.tensors[f"{module}.weight_scale_inv"].file)
+    scale = make_cases.read_tensor(at, f"{module}.weight_scale_inv")
+    byte = np.frombuffer(weight.data, np.uint8).reshape(weight.shape)
+    return make_cases.decode(byte, np.frombuffer(scale.data, "<f4").reshape(scale.shape)).astype(np.float64)
+
+
+def test_a_gqa_layer_is_bounded_by_its_projections_and_biases(tmp_path: Path) -> None:
+    source = layers_of(gqa().save(tmp_path / "src"))[0]
+    checkpoint = Checkpoint.open(tmp_path / "src")
+    at = "model.layers.0."
+    gamma = plain(checkpoint, f"{at}input_layernorm.weight")
+    for part in ("k", "v"):
+        weight, bias = (plain(checkpoint, f"{at}self_attn.{part}_proj.{leaf}") for leaf in ("weight", "bias"))
+        y = rms_norm(inputs(HIDDEN, weight * gamma), gamma) @ weight.T + bias
+        assert np.abs(y).max() <= bound_of(source, part).value < 4 * np.abs(y).max()
+    assert "bias" in bound_of(source, "v").how
+
+
+def test_a_k_with_a_norm_of_its_own_is_bounded_by_that(tmp_path: Path) -> None:
+    small = layers_of(gqa(qk_norm=True, size=500.0).save(tmp_path / "src"))[0]
+    assert bound_of(small, "k").proves
+    assert bound_of(small, "k").how.startswith("QK-norm: sqrt(16)")
+    assert not bound_of(small, "v").proves
+
+
+def test_norms_that_may_multiply_with_one_plus_gamma_prove_nothing(tmp_path: Path) -> None:
+    made = gqa(model_type="qwen3_next", architecture="Qwen3NextForCausalLM").save(tmp_path / "src")
+    for bound in layers_of(made)[0].bounds:
+        assert bound.value is None
+        assert not bound.proves
+        assert "1 + gamma" in bound.says
+
+
+def test_what_is_missing_or_damaged_proves_nothing_and_says_why(tmp_path: Path) -> None:
+    made = gqa()
+    tensors = made.shards["model.safetensors"]
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    tensors["model.layers.0.self_attn.v_proj.bias"] = make_cases.bf(np.ones(ROWS + 1))
+    tensors["model.layers.1.input_layernorm.weight"] = make_cases.bf(np.full(HIDDEN, np.nan))
+    first, second = layers_of(made.save(tmp_path / "src"))
+    assert "no k_proj.weight" in bound_of(first, "k").says
+    assert f"expected {ROWS} numbers" in bound_of(first, "v").says
+    assert {bound.value for bound in second.bounds} == {None}
+    assert "not finite" in bound_of(second, "k").says
+
+
+def test_a_weight_that_is_not_finite_proves_nothing(tmp_path: Path) -> None:
+    made = gqa()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weight = np.zeros((ROWS, HIDDEN), np.float32)
+    weight[3, 3] = np.inf
+    made.shards["model.safetensors"][name] = make_cases.f32(weight)
+    bound = bound_of(layers_of(made.save(tmp_path / "src"))[0], "k")
+    assert (bound.value, bound.proves) == (None, False)
+
+
+def test_a_bound_says_what_it_proves() -> None:
+    bound = Bound("k", 447.0, "x", 0.05)
+    assert bound.says == "proves that scale 1.0 cannot clip (at most 447, x)"
+    assert (bound.proves, bound.on_plateau) == (True, True)
+    assert replace(bound, value=448.5).says == "cannot prove (bound 448.5 > 448, x)"
