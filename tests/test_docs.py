@@ -139,3 +139,15 @@ def test_help_says_whose_method_awq_is_and_shows_statistics(name: str) -> None:
     page = " ".join(CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400"}).output.split())
     assert "awq: only with --engine llmcompressor." in page
     assert "--method weighted --stats stats/" in page
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("code", python_blocks(ROOT / "docs" / "kv-cache.md"), ids=["transfer", "tags"])
+def test_the_kv_cache_examples_print_what_they_say(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "kv-cache.md", "exec"), {})
+    said = re.findall(r"^print\(.*\)  # (.+)$", code, re.M)
+    assert capsys.readouterr().out.splitlines() == said
+    assert said
