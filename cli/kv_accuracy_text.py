@@ -38,7 +38,8 @@ class Watch:
         self.needs: dict[str, int] | None = None
 
     def __call__(self, event: "Event") -> None:
-        from kizami.calibration.kv_accuracy.run import LayerDone, Progress, Started
+        from kizami.calibration.forward.run import Progress
+        from kizami.calibration.kv_accuracy.run import LayerDone, Started
 
         match event:
             case Started():

@@ -359,9 +359,11 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
 def _are_tokens(tokens: object) -> bool:
     if not isinstance(tokens, dict) or not isinstance(tokens.get("sha256"), str):
         return False
-    sequences, held_out = tokens.get("sequences"), tokens.get("held_out")
+    sequences, held_out, sources = (tokens.get(key) for key in ("sequences", "held_out", "sources"))
     return (
-        _is_count(sequences, 1)
+        isinstance(sources, list)
+        and all(isinstance(source, dict) and isinstance(source.get("name"), str) for source in sources)
+        and _is_count(sequences, 1)
         and _is_count(tokens.get("seq_len"), 1)
         and isinstance(held_out, list)
         and all(_is_count(sequence, 0) and sequence < sequences for sequence in held_out)

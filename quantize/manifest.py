@@ -167,7 +167,7 @@ def _is_calibration(manifest: dict[str, Any]) -> bool:
     facts = manifest.get("calibration")
     if manifest["method"] not in (*CALIBRATED, *GIVEN):
         return "calibration" not in manifest
-    return isinstance(facts, dict) and is_facts(facts)
+    return isinstance(facts, dict) and _is_facts(facts)
 
 
 def _is_kv_scales(value: Any) -> bool:
@@ -192,7 +192,7 @@ def kv_scales_of(manifest: Mapping[str, Any]) -> KvScales | None:
     return None if recorded is None else KvScales.parse(recorded["document"], MANIFEST)
 
 
-def is_facts(facts: dict[str, Any]) -> bool:
+def _is_facts(facts: dict[str, Any]) -> bool:
     """As `calibrated.facts_of` gives them."""
     counts, names, versions = facts.get("tokens"), facts.get("data"), facts.get("libraries", {})
     return (

@@ -203,6 +203,8 @@ def test_only_full_pages_can_be_asked_for() -> None:
     pool[1:] = 7
     assert hashes.check(pool, pages).tolist() == [True, True, False]
     assert hashes.check(pool, pages, full_only=True).tolist() == [True, False, False]
+    wanted = hashes.filled[pages] + torch.tensor([0, 0, 1])  # of the third page a row that was never written
+    assert hashes.check(pool, pages, wanted, full_only=True).tolist() == [True, False, True]
 
 
 def test_rows_that_are_not_whole_words_are_refused() -> None:

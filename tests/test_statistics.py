@@ -17,7 +17,7 @@ EXPERTS, HIDDEN, WIDTH, TOKENS = 4, 64, 32, 10
 MODULE = "model.layers.3.self_attn.o_proj"
 
 
-TOKEN_FACTS = {"sha256": "c", "sequences": 5, "seq_len": 2, "held_out": [0]}
+TOKEN_FACTS = {"sha256": "c", "sequences": 5, "seq_len": 2, "held_out": [0], "sources": [{"name": "a.txt"}]}
 
 
 def layer_statistics() -> LayerStatistics:
@@ -112,7 +112,7 @@ def test_a_layer_without_kept_inputs_is_named(stats: Path) -> None:
         ("settings", {"keep": "some"}), ("layers", [-1]), ("layers", "3"), ("files", {"a": "b"}), ("tokens", None),
         ("files", {"a": {"sha256": "b", "bytes": "c"}}), ("tokens", {}), *(("tokens", TOKEN_FACTS | odd) for odd in (
             {"sha256": None}, {"sequences": 0}, {"seq_len": True}, {"held_out": [5]}, {"held_out": ["0"]},
-            {"held_out": [-1]}, {"held_out": [1, 0]}, {"held_out": [0, 0]},
+            {"held_out": [-1]}, {"held_out": [1, 0]}, {"held_out": [0, 0]}, {"sources": [None]},
         )),
     ],
 )  # fmt: skip

@@ -205,8 +205,9 @@ def test_a_layer_file_that_changed_is_refused(source: Checkpoint, tiny_checkpoin
 def test_a_manifest_that_does_not_tell_its_tokens_is_refused(
     tiny_checkpoint: Path, tmp_path: Path, tokens: dict[str, Any]
 ) -> None:
-    with pytest.raises(KizamiError, match="sequences"):
-        facts_of(make_statistics(tiny_checkpoint, tmp_path / "STATS", tokens=tokens))
+    with pytest.raises(KizamiError, match="tokens, layers or files are not what kizami writes") as refused:
+        make_statistics(tiny_checkpoint, tmp_path / "STATS", tokens=tokens)
+    assert refused.value.code == "bad_statistics"
 
 
 def test_an_unfinished_job_of_other_statistics_is_not_resumed(

@@ -13,7 +13,7 @@ from kizami.calibration.data.tokens import TokenSet
 from kizami.calibration.forward.layers import embed
 from kizami.calibration.forward.memory import BASE, Chunks, Sizes, choose_chunks, sizes_of
 from kizami.calibration.forward.model import Model
-from kizami.calibration.forward.run import PHASES, check_tokens, open_device
+from kizami.calibration.forward.run import PHASES, Progress, check_tokens, open_device
 from kizami.calibration.forward.settings import Settings
 from kizami.calibration.forward.weights import Weights
 from kizami.calibration.forward.work import Work
@@ -54,14 +54,6 @@ class Started:
     variants: tuple[str, ...]
     chunks: Chunks
     disk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    layer: int
-    phase: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,9 @@ from kizami.formats.checkpoint import CONFIG_NAME, Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.families import Place, Role
 from kizami.formats.fingerprint import config_sha256
-from kizami.formats.statistics import MANIFEST as STATS_MANIFEST
 from kizami.formats.statistics import LayerStatistics, Statistics, layer_file
 from kizami.quantize.calibrated.column_weights import pooled_input, shrunk_input, shrunk_neurons
 from kizami.quantize.calibrated.solver import Solver, check_gptq
-from kizami.quantize.manifest import is_facts
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.settings import MethodName
 
@@ -202,30 +200,11 @@ def _ranges(layers: tuple[int, ...]) -> str:
 
 
 def facts_of(statistics: Statistics) -> dict[str, Any]:
-    """What manifest and card tell of STATS: no paths. KizamiError "bad_statistics"."""
+    """What manifest and card tell of STATS: no paths. tokens: those that the statistics are of."""
     tokens = statistics.manifest["tokens"]
-    sources = tokens.get("sources")
-    facts = {
+    return {
         "sha256": statistics.sha256,
-        "tokens_sha256": tokens.get("sha256"),
-        "tokens": _fit_tokens(tokens.get("sequences"), tokens.get("seq_len"), tokens.get("held_out", [])),
-        "data": [source.get("name") for source in sources] if _is_list_of_dicts(sources) else [],
+        "tokens_sha256": tokens["sha256"],
+        "tokens": (tokens["sequences"] - len(tokens["held_out"])) * tokens["seq_len"],
+        "data": [source["name"] for source in tokens["sources"]],
     }
-    if not is_facts(facts):
-        raise KizamiError(
-            "tokens has no sha256, sequences, seq_len, held_out, or no names of its sources",
-            code="bad_statistics",
-            file=STATS_MANIFEST,
-            hint="run kizami calibrate again",
-        )
-    return facts
-
-
-def _fit_tokens(sequences: Any, seq_len: Any, held_out: Any) -> int | None:
-    """Those that the statistics are of."""
-    fits = type(sequences) is int and type(seq_len) is int and isinstance(held_out, list)
-    return (sequences - len(held_out)) * seq_len if fits else None
-
-
-def _is_list_of_dicts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

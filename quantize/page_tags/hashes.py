@@ -62,12 +62,16 @@ class PageHashes:
         self.sums[pages] = page_hashes(pool, pages, filled)
         self.filled[pages] = filled.to(torch.int32)
 
-    def check(self, pool: torch.Tensor, pages: torch.Tensor, *, full_only: bool = False) -> torch.Tensor:
-        """bool [N], True for pages (int64 [N]) whose content is not what was hashed. full_only: pages that still grow
-        pass, since a step may be writing into them; leave them out of `pages` to save their reading."""
+    def check(
+        self, pool: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor | None = None, *, full_only: bool = False
+    ) -> torch.Tensor:
+        """bool [N], True for pages (int64 [N]) whose content is not what was hashed. rows: int [N], how many of each
+        the reader will read: a page of which fewer were written is bad, whatever is in it. full_only: pages that still
+        grow pass, since a step may be writing into them; leave them out of `pages` to save their reading."""
         filled = self.filled[pages]
         bad = page_hashes(pool, pages, filled) != self.sums[pages]
-        return bad & (filled == self.slots) if full_only else bad
+        bad = bad & (filled == self.slots) if full_only else bad
+        return bad if rows is None else bad | (filled < rows)
 
 
 def _finalise(x: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,7 @@ def require_statistics_of(manifest: Mapping[str, Any], statistics: Statistics) -
         )
     recorded = manifest["calibration"]
     if statistics.sha256 != recorded["sha256"]:
-        sources = statistics.manifest["tokens"].get("sources")
-        named = isinstance(sources, list) and all(isinstance(source, dict) for source in sources)
-        names = [source.get("name") for source in sources] if named else []
+        names = [source["name"] for source in statistics.manifest["tokens"]["sources"]]
         raise KizamiError(
             f"these are not the statistics of this run: STATS is {_identity(statistics.sha256, names)}, the run used "
             + _identity(recorded["sha256"], recorded["data"]),
