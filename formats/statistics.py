@@ -299,7 +299,16 @@ def find_fault(layer: LayerStatistics) -> str | None:
             figures = np.array([kv.amax, kv.rms, kv.p9999, kv.first_token_amax])
             if not all(np.isfinite(x).all() for x in (figures, *kv.channels)):
                 return f"the range of {printable(what)} is not finite"
+            if not _is_range(kv, figures):
+                return f"the figures of the range of {printable(what)} contradict each other"
         return None if layer.experts is None else _fault_of_experts(layer.experts)
+
+
+def _is_range(kv: KvRange, figures: Array) -> bool:
+    """Nothing in it is larger than its largest magnitude, but for the rounding of means."""
+    largest, (amax, mean, std) = kv.amax * 1.001, (channel.astype(np.float64) for channel in kv.channels)
+    of_channels = bool((amax >= 0).all() and (std >= 0).all() and (np.hypot(mean, std) <= amax * 1.001 + 1e-30).all())
+    return of_channels and float(amax.max(initial=0)) == kv.amax and bool(((figures >= 0) & (figures <= largest)).all())
 
 
 def _fault_of_experts(experts: ExpertStatistics) -> str | None:

@@ -38,7 +38,7 @@ def gqa(
     full = {
         "architectures": [architecture], "model_type": model_type, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": WIDTH, "num_hidden_layers": LAYERS, "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-5, "vocab_size": 64,
+        "rms_norm_eps": 1e-5, "vocab_size": 64, "use_qk_norm": qk_norm,
     }  # fmt: skip
     return make_cases.Checkpoint(config=full | config, shards={"model.safetensors": tensors}, indexed=False)
 
@@ -49,6 +49,7 @@ def with_scale(made: make_cases.Checkpoint, name: str, *values: float) -> make_c
 
 
 def uniform_range(channels: int, amax: float, rms: float | None = None) -> KvRange:
+    amax = float(np.float32(amax))
     each = np.full(channels, amax, np.float32)
     rms = amax / 4 if rms is None else rms
     return KvRange(each, np.zeros_like(each), np.full_like(each, rms), amax, rms, amax, amax)

@@ -77,6 +77,14 @@ def test_one_scale_of_the_source_is_taken_for_both(kizami: Run, tmp_path: Path) 
     assert (layer["k"], layer["v"], layer["source"]) == ([0.5], [0.5], "carried over")
 
 
+def test_two_scales_of_one_key_that_differ_are_refused(kizami: Run, tmp_path: Path) -> None:
+    made = with_scale(gqa(size=40.0), "model.layers.0.self_attn.k_scale", 0.5)
+    with_scale(made, "model.layers.0.self_attn.attn.k_scale", 4.0)
+    done = kizami("kv-scales", made.save(tmp_path / "src"))
+    assert done.code == 2
+    assert "self_attn.attn.k_scale: is 4, and model.layers.0.self_attn.k_scale is 0.5" in done.err
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1.0])
 def test_a_scale_of_the_source_that_cannot_be_is_named_with_its_tensor(
     kizami: Run, tmp_path: Path, value: float

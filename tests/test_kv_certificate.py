@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import make_cases
 import numpy as np
@@ -258,6 +259,49 @@ def test_a_k_with_a_norm_of_its_own_is_bounded_by_that(tmp_path: Path) -> None:
     assert bound_of(small, "k").proves
     assert bound_of(small, "k").how.startswith("QK-norm: sqrt(16)")
     assert not bound_of(small, "v").proves
+
+
+def test_a_norm_that_the_class_leaves_aside_bounds_nothing(tmp_path: Path) -> None:
+    used = layers_of(gqa(qk_norm=True).save(tmp_path / "used"))[0]
+    stray = layers_of(gqa(qk_norm=True, use_qk_norm=False).save(tmp_path / "stray"))[0]
+    assert bound_of(used, "k").how.startswith("QK-norm")
+    assert "sigma_max" in bound_of(stray, "k").how
+
+
+def test_where_the_config_leaves_open_what_rope_turns_the_larger_reading_counts(tmp_path: Path) -> None:
+    """Glm4Moe turns half of a head where nothing is said, and rope_parameters goes before the top level in transformers
+    only."""
+
+    def bound(name: str, **config: Any) -> float:
+        made = bound_of(layers_of(gqa(size=1.0, **config).save(tmp_path / name))[0], "k")
+        assert made.value is not None
+        return made.value
+
+    half, whole = bound("half", partial_rotary_factor=0.5), bound("whole", partial_rotary_factor=1.0)
+    assert half != whole
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    assert bound("unsaid", partial_rotary_factor=None) == max(half, whole)
+    assert bound("both", partial_rotary_factor=1.0, rope_parameters=rope) == max(half, whole)
+    assert bound("agreed", partial_rotary_factor=0.5, rope_parameters=rope) == half
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [*(("partial_rotary_factor", v) for v in (0, -1, 2, "x", True)), *(("rms_norm_eps", v) for v in (-1, "x", 2.0))],
+)
+def test_numbers_that_no_reader_can_use_prove_nothing(key: str, value: object, tmp_path: Path) -> None:
+    bound = bound_of(layers_of(gqa(**{key: value}).save(tmp_path / "src"))[0], "k")
+    assert bound.value is None
+    assert f"{key} is" in bound.says
+
+
+def test_a_yarn_factor_that_is_not_said_is_that_of_the_lengths() -> None:
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+    said = rope_factor({"rope_parameters": rope | {"factor": 40.0}})
+    assert rope_factor({"rope_parameters": rope, "max_position_embeddings": 163840}) == said
+    assert said is not None
+    assert said > 1.3
+    assert rope_factor({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 163840}) is None
 
 
 def test_norms_that_may_multiply_with_one_plus_gamma_prove_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,9 @@ def layer_statistics() -> LayerStatistics:
         np.arange(EXPERTS),
         np.array([1, 2, 1, 0]),
     )
-    channels = random.rand(3, 8).astype(np.float32)
-    kv = {"latent": KvRange(*channels, amax=4.0, rms=1.0, p9999=3.5, first_token_amax=2.0)}
+    mean, std = 0.1 * random.rand(2, 8).astype(np.float32)
+    amax = np.arange(8, dtype=np.float32) / 2 + 0.5
+    kv = {"latent": KvRange(amax, mean, std, amax=4.0, rms=1.0, p9999=3.5, first_token_amax=2.0)}
     return LayerStatistics(3, experts, {MODULE: random.rand(16).astype(np.float32)}, kv)
 
 
@@ -203,3 +205,18 @@ def test_figures_that_no_tokens_have_are_refused(tmp_path: Path, name: str, valu
     with pytest.raises(KizamiError) as e:
         Statistics.open(tmp_path).layer(3)
     assert (e.value.code, e.value.file) == ("bad_statistics", "layer-00003.safetensors")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"amax": 5.0}, {"rms": 4.1}, {"p9999": -1.0}, {"first_token_amax": 9.0},
+        {"channel_std": np.full(8, 1e38, np.float32)}, {"channel_mean": np.full(8, 2, np.float32)},
+    ],
+)  # fmt: skip
+def test_ranges_that_contradict_themselves_are_refused(tmp_path: Path, odd: dict[str, Any]) -> None:
+    wrote = layer_statistics()
+    publish(tmp_path, write_layer(tmp_path, replace(wrote, kv={"latent": replace(wrote.kv["latent"], **odd)})))
+    with pytest.raises(KizamiError, match="the range of latent contradict each other") as e:
+        Statistics.open(tmp_path).layer(3)
+    assert e.value.code == "bad_statistics"

@@ -142,6 +142,10 @@ def rope_factor(text: Any) -> float | None:
     numbers = {key: _positive(rope.get(key)) for key in words}
     if any(rope.get(key) and numbers[key] is None for key in words):
         return None
+    if kind != "longrope" and numbers["factor"] is None:
+        numbers["factor"] = _stretch(text, rope)  # as transformers fills it in
+        if numbers["factor"] is None:
+            return None
     given = numbers["attention_factor"] or numbers["attn_factor"]
     return _yarn(numbers) * (numbers["attn_factor"] or 1.0) if kind != "longrope" else given or _longrope(text, rope)
 
@@ -164,12 +168,22 @@ def _mscale(factor: float, mscale: float | None) -> float:
 
 def _longrope(text: Any, rope: Any) -> float | None:
     """sqrt(1 + ln(factor) / ln(original length))."""
-    original = _positive(rope.get("original_max_position_embeddings", text.get("original_max_position_embeddings")))
-    longest = _positive(text.get("max_position_embeddings"))
-    if original is None or longest is None or original <= 1:
+    original, stretch = _original(text, rope), _stretch(text, rope)
+    if original is None or stretch is None:
         return None
-    factor = _positive(rope.get("factor")) or longest / original
+    factor = _positive(rope.get("factor")) or stretch
     return sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
+
+
+def _original(text: Any, rope: Any) -> float | None:
+    length = _positive(rope.get("original_max_position_embeddings", text.get("original_max_position_embeddings")))
+    return length if length is not None and length > 1 else None
+
+
+def _stretch(text: Any, rope: Any) -> float | None:
+    """How many times longer than in training contexts may be."""
+    original, longest = _original(text, rope), _positive(text.get("max_position_embeddings"))
+    return None if original is None or longest is None else longest / original
 
 
 def _positive(value: object) -> float | None:

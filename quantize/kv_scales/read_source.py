@@ -39,6 +39,8 @@ from kizami.quantize.unpack import as_float32
 PLAIN_NORMS = KNOWN_FAMILIES | {
     "deepseek_v2", "exaone4", "glm4", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
 }  # fmt: skip
+# transformers' classes with a QK-norm whatever the config says; Glm4Moe has one where `use_qk_norm` is true.
+NORMED_KEYS = frozenset({"exaone4", "qwen3", "qwen3_moe"})
 _K_NAMES = ("k_scale", "attn.k_scale", "attn_mqa.k_scale", "k_proj.k_scale", "k_proj.output_scale")
 _V_NAMES = ("v_scale", "attn.v_scale", "attn_mqa.v_scale", "v_proj.v_scale", "v_proj.output_scale")
 _BOTH_NAMES = ("kv_scale",)
@@ -123,6 +125,9 @@ class _Source:
                 f"whether the norms of {printable(self.family.name, 40)} multiply with gamma or 1 + gamma is not known"
             )
             return tuple(Bound(kind, None, why) for kind in kinds)
+        if (eps := text.get("rms_norm_eps")) is not None and (type(eps) not in (int, float) or not 0 <= eps < 1):
+            why = f"rms_norm_eps is {printable(repr(eps), 40)}, expected a number from 0 to 1"
+            return tuple(Bound(kind, None, why) for kind in kinds)
         factor = rope_factor(text)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite proves nothing
             return self._latent(names, factor) if self.model.is_mla else self._heads(names, factor)
@@ -149,7 +154,7 @@ class _Source:
         model, rows = self.model, self.model.kv_heads * self.model.head_dim
         if factor is None:
             return Bound("k", None, ROPE_UNKNOWN)
-        if "k_norm.weight" in names:
+        if "k_norm.weight" in names and self._norms_keys():
             wide = self.tensors[names["k_norm.weight"]].shape == (rows,)
             gamma = self._vector(names, "k_norm.weight", rows if wide else model.head_dim)
             return Bound("k", None, gamma) if isinstance(gamma, str) else rotated_norm_bound("k", gamma, factor)
@@ -157,10 +162,21 @@ class _Source:
         if isinstance(read, str):
             return Bound("k", None, read)
         weight, norm, bias, fp8 = read
-        rotary = _rotary(self.family.text_config, model.head_dim)
-        return rotated_linear_bound(
-            "k", weight, norm, bias, factor, heads=model.kv_heads, rotary=rotary, pairing="either", fp8=fp8
-        )
+        widths = _rotary(self.family.text_config, model.head_dim)
+        if isinstance(widths, str):
+            return Bound("k", None, widths)
+        bounds = [
+            rotated_linear_bound(
+                "k", weight, norm, bias, factor, heads=model.kv_heads, rotary=rotary, pairing="either", fp8=fp8
+            )
+            for rotary in widths
+        ]
+        return max(bounds, key=lambda bound: np.inf if bound.value is None else bound.value)
+
+    def _norms_keys(self) -> bool:
+        """Whether the class has a norm behind k_proj; a k_norm.weight that it leaves aside bounds nothing."""
+        text = self.family.text_config
+        return text.get("use_qk_norm") is True or text.get("model_type") in NORMED_KEYS
 
     def _v(self, names: Mapping[str, str]) -> Bound:
         read = self._linear(names, "v_proj", self.model.kv_heads * self.model.head_dim, 1.0)
@@ -224,10 +240,13 @@ class _Source:
         return None if k is None or v is None else Carried(k, v)
 
     def _scale(self, names: Mapping[str, str], words: tuple[str, ...]) -> tuple[float, ...] | None:
-        name = next((names[word] for word in words if word in names), None)
-        if name is None:
-            return None
-        info = self.tensors[name]
+        found = {names[word]: self._values(self.tensors[names[word]]) for word in words if word in names}
+        if len(set(found.values())) > 1:
+            (first, one), (name, other) = list(found.items())[:2]
+            raise _bad_scale(self.tensors[name], f"is {other[0]:g}, and {printable(first, 200)} is {one[0]:g}")
+        return next(iter(found.values()), None)
+
+    def _values(self, info: TensorInfo) -> tuple[float, ...]:
         counts = {1, self.model.kv_heads} if self.model.kv_heads else {1}
         if info.dtype not in _FLOATS or prod(info.shape) not in counts:
             expected = " or ".join(str(count) for count in sorted(counts))
@@ -243,13 +262,18 @@ class _Source:
 ROPE_UNKNOWN = "whether this rope type scales cos and sin is not known"
 
 
-def _rotary(text: Mapping[str, Any], head_dim: int) -> int:
-    """How many of a head's channels RoPE turns."""
+def _rotary(text: Mapping[str, Any], head_dim: int) -> tuple[int, ...] | str:
+    """How many of a head's channels RoPE may turn, one number for each reading of the config; or why not.
+
+    Where nothing is said the class decides (Glm4Moe 0.5, most others 1), and where two places differ the reader does.
+    """
     rope = text.get("rope_parameters")
-    holders = [text, rope if isinstance(rope, dict) else {}]
-    given = next((h["partial_rotary_factor"] for h in holders if h.get("partial_rotary_factor") is not None), 1.0)
-    share = float(given) if type(given) in (int, float) and 0 < given <= 1 else 1.0
-    return int(head_dim * share) // 2 * 2
+    holders = (text, rope if isinstance(rope, dict) else {})
+    shares = {h["partial_rotary_factor"] for h in holders if h.get("partial_rotary_factor") is not None} or {0.5, 1.0}
+    for share in shares:
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            return f"partial_rotary_factor is {printable(repr(share), 40)}, expected a number above 0, at most 1"
+    return tuple(sorted(int(head_dim * share) // 2 * 2 for share in shares))
 
 
 def _bad_scale(info: TensorInfo, message: str) -> KizamiError:

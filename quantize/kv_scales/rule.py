@@ -60,7 +60,9 @@ def choose_window(amax: float, rms: float) -> Window | None:
 def biased_channels(kv: KvRange) -> NDArray[np.int64]:
     """Channels whose error stays about 3 % of their constant whatever the scale (families with a bias on K)."""
     mean = np.abs(kv.channel_mean.astype(np.float64))
-    found: NDArray[np.int64] = np.nonzero((mean > BIAS_STDS * kv.channel_std) & (mean > BIAS_MEAN))[0]
+    found: NDArray[np.int64] = np.nonzero((mean > BIAS_STDS * kv.channel_std.astype(np.float64)) & (mean > BIAS_MEAN))[
+        0
+    ]
     return found
 
 
