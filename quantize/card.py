@@ -12,6 +12,7 @@ from kizami.formats.model_card import CardFacts, EngineFacts, ErrorRow
 from kizami.formats.packed_source import PackedWeight
 from kizami.formats.serving.model import needs_code
 from kizami.quantize.constraints import fp8_block
+from kizami.quantize.kv_scales.statement import NO_SCHEME, carries_kv_scales
 from kizami.quantize.loading import SERVING, loading_by_size
 from kizami.quantize.plan import KvMerge, Plan
 from kizami.quantize.report import Row, measured, role_summaries
@@ -66,7 +67,9 @@ def kv_statement(plan: Plan) -> str:
     if plan.kv_scales is not None:
         against = "--force-kv-scales wrote what kizami refuses (see the notes): "
         return (against if plan.kv_scales.forced else "") + plan.kv_scales.statement
-    return "carried over from the source" if plan.quantization_config.get("kv_cache_scheme") else "none"
+    if plan.quantization_config.get("kv_cache_scheme"):
+        return "carried over from the source"
+    return NO_SCHEME if carries_kv_scales(plan.steps) else "none"
 
 
 def title(source: str, label: str) -> str:

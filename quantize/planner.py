@@ -15,6 +15,7 @@ from kizami.quantize.advice import warn
 from kizami.quantize.constraints import check_steps, fp8_block
 from kizami.quantize.decide import decide
 from kizami.quantize.kv_scales.merge import KvAsked, merge_scales
+from kizami.quantize.kv_scales.statement import NO_SCHEME, carries_kv_scales
 from kizami.quantize.layout import cut_into_shards
 from kizami.quantize.plan import Plan, Step, source_identity
 from kizami.quantize.settings import (
@@ -66,6 +67,11 @@ def build_plan(
             *warn(steps, policy),
             *_layout_notes(policy, steps, scheme),
             *(() if merged is None else merged.warnings),
+            *(
+                [f"KV scales: {NO_SCHEME}"]
+                if carries_kv_scales(steps) and not _has_kv_scheme(quantization_config)
+                else []
+            ),
             *([METHOD_NOTES[method.name]] if method.name in METHOD_NOTES else []),
             *_unused_method(method, steps),
             *checkpoint.notes,
@@ -158,7 +164,7 @@ def _layout_notes(policy: Policy, steps: list[Step], kv_cache_scheme: dict[str, 
 
 def _carried_kv_scheme(checkpoint: Checkpoint, steps: list[Step]) -> dict[str, Any] | None:
     """The source's own scheme, and only where its scale tensors really are in the output: copied like any tensor."""
-    if not any(spec.name.endswith((".k_scale", ".v_scale")) for step in steps for spec in step.outputs):
+    if not carries_kv_scales(steps):
         return None
     for holder in (checkpoint.config, checkpoint.config.get("text_config")):
         source = holder.get("quantization_config") if isinstance(holder, dict) else None
@@ -166,6 +172,10 @@ def _carried_kv_scheme(checkpoint: Checkpoint, steps: list[Step]) -> dict[str, A
         if isinstance(scheme, dict):
             return scheme
     return None
+
+
+def _has_kv_scheme(quantization_config: dict[str, Any]) -> bool:
+    return quantization_config.get("kv_cache_scheme") is not None
 
 
 def _config(source: dict[str, Any], quantization_config: dict[str, Any], policy: Policy) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_two_scales_of_one_key_that_differ_are_refused(kizami: Run, tmp_path: Pa
     with_scale(made, "model.layers.0.self_attn.attn.k_scale", 4.0)
     done = kizami("kv-scales", made.save(tmp_path / "src"))
     assert done.code == 2
-    assert "self_attn.attn.k_scale: is 4, and model.layers.0.self_attn.k_scale is 0.5" in done.err
+    assert "self_attn.k_scale: is 0.5, and model.layers.0.self_attn.attn.k_scale is 4" in done.err
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1.0])

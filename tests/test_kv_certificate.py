@@ -295,6 +295,14 @@ def test_numbers_that_no_reader_can_use_prove_nothing(key: str, value: object, t
     assert f"{key} is" in bound.says
 
 
+def test_of_two_rope_entries_the_larger_factor_counts() -> None:
+    """transformers 5.24 takes rope_scaling, others rope_parameters."""
+    yarn, plain = {"type": "yarn", "factor": 40.0}, {"rope_type": "default"}
+    both = rope_factor({"rope_parameters": plain, "rope_scaling": yarn})
+    assert both == rope_factor({"rope_scaling": yarn}) == pytest.approx(1.369, abs=1e-3)
+    assert rope_factor({"rope_parameters": plain, "rope_scaling": {"type": "strange"}}) is None
+
+
 def test_a_yarn_factor_that_is_not_said_is_that_of_the_lengths() -> None:
     rope = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
     said = rope_factor({"rope_parameters": rope | {"factor": 40.0}})

@@ -239,3 +239,10 @@ def test_rows_may_lie_anywhere_in_memory() -> None:
         wide[:, 3:] = rows
         for same in (odd, wide[:, 3:]):
             assert torch.equal(codec.decode(same), codec.decode(rows))
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_layout_may_be_given_by_its_name(layout: Layout) -> None:
+    assert mla_rows(layout.value) == mla_rows(layout)  # type: ignore[arg-type]
+    if layout is not Layout.DS_MLA:
+        assert gqa_rows(layout.value, 2, 8) == gqa_rows(layout, 2, 8)  # type: ignore[arg-type]

@@ -325,3 +325,17 @@ def test_more_rows_than_are_coded_at_once_read_as_written() -> None:
     cache.append([0], [2500], [x, x[:, :128]])
     assert torch.equal(cache.gather(0, [0]), as_read(TiledRows(), x))
     assert torch.equal(cache.gather(1, [0], torch.float32), IndexRows().decode(IndexRows().encode(x[:, :128])))
+
+
+def test_hooks_for_another_number_of_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match="hooks for 2 pages, expected 4"):
+        PagedCache([mla_rows(Layout.RAW)], pages=4, hooks=PageTags(2))
+
+
+@pytest.mark.parametrize("slots", [[-1], [0, 256]])
+def test_a_slot_that_is_not_there_is_refused_and_nothing_is_written(slots: list[int]) -> None:
+    """-1 is padding in engines' slot mappings; as an index it is the last slot of the last page."""
+    store = PageStore([mla_rows(Layout.RAW)], pages=4)
+    with pytest.raises(ValueError, match="expected 0 to 255"):
+        store.write(0, torch.tensor(slots), torch.ones(len(slots), 576))
+    assert not store.bytes_of(0).any()

@@ -22,6 +22,7 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.reader import TensorReader
 from kizami.formats.strict_json import dump_json
+from kizami.quantize.card import kv_statement
 from kizami.quantize.kv_scales.merge import KvAsked
 from kizami.quantize.manifest import read_manifest
 from kizami.quantize.pipeline import RunEvent, ShardDone, run
@@ -344,9 +345,15 @@ def test_scales_without_a_scheme_are_found(out: Path) -> None:
     assert codes(out) == {"kv_scales_without_scheme"}
 
 
-@pytest.mark.parametrize("strategy", ["channel", None, ["tensor"]])
-def test_a_scheme_of_another_strategy_is_found(out: Path, strategy: Any) -> None:
-    put_scheme(out, SCHEME | {"strategy": strategy})
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"strategy": "channel"}, {"strategy": None}, {"strategy": ["tensor"]}, {"strategy": "attn_head"},
+        {"type": "int"}, {"num_bits": 4}, {"symmetric": False}, {"dynamic": True},
+    ],
+)  # fmt: skip
+def test_a_scheme_of_another_form_is_found(out: Path, odd: dict[str, Any]) -> None:
+    put_scheme(out, SCHEME | odd)
     assert codes(out) == {"kv_scheme"}
 
 
@@ -427,6 +434,16 @@ def test_scales_that_a_source_has_without_a_scheme_are_a_note(tmp_path: Path) ->
     found = verify(convert(build_plan(source, Policy(), Method("minmax")), source, tmp_path / "out").root)
     assert found.ok
     assert "2 KV scales are there, and no kv_cache_scheme" in found.notes[0]
+    plan = build_plan(source, Policy(), Method("minmax"))
+    assert kv_statement(plan) == "the source's tensors, without a kv_cache_scheme: engines use 1.0"
+    assert f"KV scales: {kv_statement(plan)}" in plan.warnings
+
+
+def test_an_odd_scheme_of_the_source_is_a_note(tmp_path: Path) -> None:
+    source = Checkpoint.open(glm4(CARRIED, kv_cache_scheme=SCHEME | {"num_bits": 4}).save(tmp_path / "src"))
+    found = verify(convert(build_plan(source, Policy(), Method("minmax")), source, tmp_path / "out").root)
+    assert found.ok
+    assert "num_bits is 4, expected 8" in found.notes[0]
 
 
 def test_a_carried_scheme_goes_with_its_scales(tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def mla_rows(layout: Layout, *, scale: float = 1.0, writer: Writer = "sglang") -
     1152 bytes as `bf16`, 576 as `fp8`, 656 as `fp8_ds_mla`. `scale` is for `fp8` only, and engines agree on 1.0 only;
     `writer` is for `fp8_ds_mla` only.
     """
+    layout = Layout(layout)  # also by its name
     if layout is not Layout.RAW and scale != 1.0:
         raise ValueError(f"scale {scale} for {layout.value}, expected none: only fp8 rows have a static one")
     if layout is Layout.BF16:
@@ -249,6 +250,7 @@ def gqa_rows(
 
     A scale is one number, or one per KV head. An engine keeps K and V in two buffers; the bytes of each are those here.
     """
+    layout = Layout(layout)
     scales = _per_head(k_scale, kv_heads, "k_scale") + _per_head(v_scale, kv_heads, "v_scale")
     if layout is Layout.RAW:
         return StaticRows(2 * kv_heads * head_dim, scales if set(scales) != {1.0} else (1.0,))

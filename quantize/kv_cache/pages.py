@@ -78,6 +78,8 @@ class PagedCache(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.store = PageStore(codecs, pages=pages, page_size=page_size, device=device)
+        if getattr(hooks, "pages", pages) != pages:
+            raise ValueError(f"hooks for {getattr(hooks, 'pages', None)} pages, expected {pages}")
         self.hooks = hooks
         self._free = list(range(pages - 1, PADDING, -1))  # the page freed last is handed out first
         self._holders = [0] * pages

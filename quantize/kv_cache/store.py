@@ -88,6 +88,12 @@ class PageStore(torch.nn.Module):
 
     def _split(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots = slots.to(self.device)
+        last = self.pages * self.page_size - 1
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) <= last:
+            raise ValueError(
+                f"slots from {int(slots.min())} to {int(slots.max())}, expected 0 to {last}; engines' slot mappings "
+                "pad with -1: leave those rows out"
+            )
         return slots.div(self.page_size, rounding_mode="floor"), slots % self.page_size
 
     def _parts(self, layer: int) -> list[tuple[torch.Tensor, int, int]]:

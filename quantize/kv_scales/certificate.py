@@ -128,9 +128,13 @@ def rope_factor(text: Any) -> float | None:
     transformers modeling_rope_utils.py; SGLang and vLLM `DeepseekScalingRotaryEmbedding`: with one of mscale and
     mscale_all_dim missing they divide, transformers does not.
     """
-    rope = text.get("rope_parameters") or text.get("rope_scaling")
-    if rope is None:
-        return 1.0
+    holders = [rope for key in ("rope_parameters", "rope_scaling") if (rope := text.get(key))]
+    factors = [_factor_of(text, rope) for rope in holders]  # readers differ in which of the two goes before the other
+    known = [factor for factor in factors if factor is not None]
+    return max(known, default=1.0) if len(known) == len(factors) else None
+
+
+def _factor_of(text: Any, rope: Any) -> float | None:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return None
     kind = rope.get("rope_type") or rope.get("type") or "default"

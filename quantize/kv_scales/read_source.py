@@ -3,6 +3,7 @@
 A few MB per layer are read, a matrix at a time; never a whole shard.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -41,9 +42,10 @@ PLAIN_NORMS = KNOWN_FAMILIES | {
 }  # fmt: skip
 # transformers' classes with a QK-norm whatever the config says; Glm4Moe has one where `use_qk_norm` is true.
 NORMED_KEYS = frozenset({"exaone4", "qwen3", "qwen3_moe"})
-_K_NAMES = ("k_scale", "attn.k_scale", "attn_mqa.k_scale", "k_proj.k_scale", "k_proj.output_scale")
-_V_NAMES = ("v_scale", "attn.v_scale", "attn_mqa.v_scale", "v_proj.v_scale", "v_proj.output_scale")
-_BOTH_NAMES = ("kv_scale",)
+# What follows `self_attn.`, whatever attention module an engine or a tool puts before it: attn, attn_mqa, k_proj, ...
+_K_NAMES = re.compile(r"(.*\.)?k_scale|(.*\.)?k_proj\.output_scale")
+_V_NAMES = re.compile(r"(.*\.)?v_scale|(.*\.)?v_proj\.output_scale")
+_BOTH_NAMES = re.compile(r"(.*\.)?kv_scale")
 _FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 MAX_WEIGHTS = 1 << 28  # of one matrix: the largest known K projection has 2^23
 
@@ -239,8 +241,8 @@ class _Source:
             k = v = k or v  # one of the two: engines use it for both
         return None if k is None or v is None else Carried(k, v)
 
-    def _scale(self, names: Mapping[str, str], words: tuple[str, ...]) -> tuple[float, ...] | None:
-        found = {names[word]: self._values(self.tensors[names[word]]) for word in words if word in names}
+    def _scale(self, names: Mapping[str, str], form: re.Pattern[str]) -> tuple[float, ...] | None:
+        found = {name: self._values(self.tensors[name]) for rest, name in sorted(names.items()) if form.fullmatch(rest)}
         if len(set(found.values())) > 1:
             (first, one), (name, other) = list(found.items())[:2]
             raise _bad_scale(self.tensors[name], f"is {other[0]:g}, and {printable(first, 200)} is {one[0]:g}")

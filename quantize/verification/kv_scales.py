@@ -11,6 +11,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import printable
 from kizami.formats.foreign import quantization_configs
 from kizami.formats.kv_scales.neutral import KvScales
+from kizami.formats.kv_scales.tensors import KV_CACHE_SCHEME, kv_cache_scheme
 from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.kv_scales.merge import is_kv_scale, tensors_of
@@ -31,7 +32,7 @@ def check_kv_scales(
     problems, values = _read(checkpoint, found)
     if recorded is not None:
         problems += _recorded(checkpoint, found, values, recorded, manifest["kv_scales"])
-    notes = list(_scheme(checkpoint, found, problems, strict=recorded is not None))
+    notes = list(_scheme(checkpoint, found, problems, recorded))
     if held is not None and (recorded is None or recorded.layers != held.layers):
         problems.append(Problem("other_kv_scales", _difference(recorded, held), MANIFEST))
     return problems, notes
@@ -95,9 +96,10 @@ def _recorded(
 
 
 def _scheme(
-    checkpoint: Checkpoint, found: Mapping[str, TensorInfo], problems: list[Problem], *, strict: bool
+    checkpoint: Checkpoint, found: Mapping[str, TensorInfo], problems: list[Problem], recorded: KvScales | None
 ) -> Iterator[str]:
-    """A scheme without tensors turns a cache to FP8 at 1.0 without a word; tensors without a scheme are not read."""
+    """A scheme without tensors turns a cache to FP8 at 1.0 without a word; tensors without a scheme are not read. What
+    a source had wrong and kizami copied is a note."""
     schemes = [
         (where, config["kv_cache_scheme"])
         for where, config in quantization_configs(checkpoint.config)
@@ -109,11 +111,21 @@ def _scheme(
     if not schemes and found:
         name = next(iter(found))
         message = f"{len(found)} KV scales are there, and no kv_cache_scheme: engines leave them unread"
-        if strict:
+        if recorded is not None:
             problems.append(Problem("kv_scales_without_scheme", message, CONFIG, name))
         else:
             yield f"{message} (as in the source)"
     for where, scheme in schemes:
+        wanted = KV_CACHE_SCHEME if recorded is None else kv_cache_scheme(recorded)
+        odd = [key for key in wanted if not isinstance(scheme, dict) or scheme.get(key) != wanted[key]]
+        odd = [key for key in odd if recorded is not None or key != "strategy"]
+        if odd:
+            said = printable(repr(scheme.get(odd[0]) if isinstance(scheme, dict) else scheme), 40)
+            message = f"{where}.kv_cache_scheme: {odd[0]} is {said}, expected {wanted[odd[0]]!r}"
+            if recorded is not None:
+                problems.append(Problem("kv_scheme", message, CONFIG))
+                continue
+            yield f"{message}: engines refuse it or leave it aside (as in the source)"
         strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
         by_head = [name for name, info in found.items() if info.nbytes and max(info.shape, default=1) > 1]
         if strategy not in ("tensor", "attn_head") or (by_head and strategy == "tensor"):
