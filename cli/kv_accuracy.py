@@ -76,6 +76,8 @@ def kv_accuracy(
 
         use_threads(threads or available_cores())
     variants = _variants(served, layout, kv_scales)
+    unserved = _unserved(variants)
+    ui.warn(unserved)
     with refusing_out_of_memory(max_memory, resumes=False):
         length = seq_len or min(LONG, served.context or LONG)
         tokens = read_data(ui, checkpoint, data, tokenizer, samples, length, seed)
@@ -85,6 +87,7 @@ def kv_accuracy(
     thresholds = {"max_kl": max_kl, "min_top1": min_top1}
     problems = problems_of(body, max_kl, min_top1, skip=bool(skip))
     body |= {"skip": skip_layers if skip is None or not skip else list(skip)}
+    body["warnings"] = [*unserved, *body["warnings"]]
     body |= {"thresholds": thresholds, "problems": problems, "ok": not problems}
     body["seconds"] = time.monotonic() - started
     _write(target, body)
@@ -132,6 +135,14 @@ def _variants(served: "ServedModel", layouts: list[str] | None, files: list[Path
         per = "head" if scales.granularity == "attn_head" else "layer"
         found.append(Variant(f"fp8, {printable(file.name, 40)} (per {per})", Layout.RAW, scales))
     return tuple(found)
+
+
+def _unserved(variants: tuple["Variant", ...]) -> list[str]:
+    """Scales that are measured as if engines applied them, and engines do not."""
+    from kizami.formats.kv_scales.effects import refusal
+
+    refusals = {one.name: refusal(one.scales) for one in variants if one.scales is not None}
+    return [f"{name} is measured, and no engine serves it: {why}" for name, why in refusals.items() if why is not None]
 
 
 def _parse_skip(text: str) -> tuple[int, ...] | None:

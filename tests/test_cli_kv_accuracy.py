@@ -108,6 +108,7 @@ def test_scales_of_a_file_are_a_variant_of_their_own(run: Measure, demo_checkpoi
         config["model_type"], config["architectures"][0], "dsa", 0, "tensor", "0" * 64, None, layers
     ).write(path)  # fmt: skip
     body = run("--json", "--layout", "fp8", "--kv-scales", path, "--skip-layers", "none").json
+    assert "small.json (per layer) is measured, and no engine serves it" in body["warnings"][0]
     unit, small = body["variants"]
     assert small["name"] == "fp8, small.json (per layer)"
     assert small["scales"]["granularity"] == "tensor"
