@@ -58,6 +58,7 @@ def kv_accuracy(
     from kizami.cli.source import open_source
     from kizami.cli.target import Target
     from kizami.formats.families import find_family
+    from kizami.formats.fingerprint import config_sha256
     from kizami.formats.serving.model import read_model
     from kizami.quantize.executor import available_cores
 
@@ -76,7 +77,7 @@ def kv_accuracy(
 
         use_threads(threads or available_cores())
     variants = _variants(served, layout, kv_scales)
-    unserved = _unserved(variants)
+    unserved = [*_unserved(variants), *_of_other_configs(variants, config_sha256(checkpoint))]
     ui.warn(unserved)
     with refusing_out_of_memory(max_memory, resumes=False):
         length = seq_len or min(LONG, served.context or LONG)
@@ -143,6 +144,15 @@ def _unserved(variants: tuple["Variant", ...]) -> list[str]:
 
     refusals = {one.name: refusal(one.scales) for one in variants if one.scales is not None}
     return [f"{name} is measured, and no engine serves it: {why}" for name, why in refusals.items() if why is not None]
+
+
+def _of_other_configs(variants: tuple["Variant", ...], ours: str) -> list[str]:
+    """An INT4 output has another config.json than the source that its scales were made from: no error."""
+    return [
+        f"{one.name} was made from another config.json: {one.scales.config_sha256[:16]}... then, {ours[:16]}... now"
+        for one in variants
+        if one.scales is not None and one.scales.config_sha256 != ours
+    ]
 
 
 def _parse_skip(text: str) -> tuple[int, ...] | None:

@@ -45,7 +45,8 @@ MaxKl = Annotated[
         metavar="X",
         min=0.0,
         callback=finite,
-        help="Exit 1 if the mean KL of a variant is above X nats, over all positions or in one range of them.",
+        help="Exit 1 if the mean KL of a variant is above X nats, over all positions or in one range of them. Where "
+        "--skip-layers names layers, the variant with these in BF16 is judged.",
     ),
 ]
 MinTop1 = Annotated[

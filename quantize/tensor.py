@@ -20,6 +20,8 @@ from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.fp8 import to_fp8_blocks
 from kizami.quantize.given import Given, chosen_instead, is_given, own_method
+from kizami.quantize.kv_scales.carried import scale_values
+from kizami.quantize.kv_scales.merge import is_kv_scale
 from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
 from kizami.quantize.measure import measure
 from kizami.quantize.metrics import ErrorSums
@@ -122,6 +124,8 @@ def _pass_on(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
         _check_codes(step, raw, piece.first)
         if piece.last:
             chunks.append((step.outputs[1].name, _kept_scales(step, reader)))
+    elif is_kv_scale(step.weight.name):
+        scale_values(step.weight, raw)  # what engines could not use is refused here
     return Produced(tuple(chunks))
 
 

@@ -51,7 +51,7 @@ def test_measured_ranges_come_second(kizami: Run, source: Path, stats: Path) -> 
 
 
 def test_measured_ranges_off_the_plateau_go_before_a_certificate(kizami: Run, tmp_path: Path) -> None:
-    src = gqa(size=1e-4, bias=False).save(tmp_path / "src")
+    src = gqa(size=1e-3, bias=False).save(tmp_path / "src")
     small = {"k": uniform_range(ROWS, 0.002, 0.0005), "v": uniform_range(ROWS, 0.002, 0.0005)}
     stats = write_stats(src, tmp_path / "stats", dict.fromkeys(range(LAYERS), small))
     assert kizami("kv-scales", src, "--json").json["layers"][0]["source"] == "certificate"
@@ -317,3 +317,14 @@ def test_a_wrapped_model_is_known_by_its_text_config(kizami: Run, tmp_path: Path
     assert {bound["what"]: bound["bound"] is not None for bound in body["layers"][0]["bounds"]} == {
         "latent": True, "k_pe": True,
     }  # fmt: skip
+
+
+def test_a_bound_that_proves_the_loss_of_precision_is_no_certificate(kizami: Run, tmp_path: Path) -> None:
+    """At scale 1.0 all of K would be 0; the source's scale keeps it."""
+    made = gqa(size=1e-5, bias=False)
+    for part in ("k", "v"):
+        for layer in range(2):
+            with_scale(made, f"model.layers.{layer}.self_attn.{part}_scale", 2.0**-12)
+    layer = kizami("kv-scales", made.save(tmp_path / "src"), "--json").json["layers"][0]
+    assert (layer["source"], layer["k"], layer["v"]) == ("carried over", [2.0**-12], [2.0**-12])
+    assert any("loses precision below 0.05" in finding["text"] for finding in layer["findings"])

@@ -318,7 +318,7 @@ def test_layouts_and_scales_of_another_model_are_refused(sources: Make) -> None:
     with pytest.raises(KizamiError, match="holds a latent in tiles of 128, and this model has K and V by head"):
         measure(sources("glm4_moe"), (TILED,), tokens)
     other = kv_scales(sources("deepseek_v3"), (1.0,), (1.0,))
-    with pytest.raises(KizamiError, match="attention is False, expected True"):
+    with pytest.raises(KizamiError, match="attention is a latent, expected K and V by head"):
         measure(sources("glm4_moe"), (replace(RAW, scales=other),), tokens)
     with pytest.raises(KizamiError, match="layer 7 cannot be skipped: the model has layers 0 to 1"):
         measure(sources("glm4_moe"), (RAW,), tokens, skip=(7,))

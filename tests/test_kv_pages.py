@@ -339,3 +339,8 @@ def test_a_slot_that_is_not_there_is_refused_and_nothing_is_written(slots: list[
     with pytest.raises(ValueError, match="expected 0 to 255"):
         store.write(0, torch.tensor(slots), torch.ones(len(slots), 576))
     assert not store.bytes_of(0).any()
+
+
+def test_hooks_that_leave_out_other_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match="hooks leave out pages"):
+        PagedCache([mla_rows(Layout.RAW)], pages=4, hooks=PageTags(4, reserved=(0, 3)))

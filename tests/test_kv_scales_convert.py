@@ -516,3 +516,18 @@ def test_bad_files_and_bad_options_end_with_two_and_write_nothing(
                   ("--kv-scales", twice)):  # fmt: skip
         assert kizami("convert", mla.root, tmp_path / "out", *words).code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["two.json", "zero.json"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0, float("inf"), -1.0])
+def test_a_scale_of_the_source_that_no_engine_could_use_is_not_copied(tmp_path: Path, value: float) -> None:
+    bad = {"0.self_attn.k_proj.k_scale": value, "0.self_attn.v_proj.v_scale": 0.25}
+    source = Checkpoint.open(glm4(bad, kv_cache_scheme=SCHEME).save(tmp_path / "src"))
+    with pytest.raises(KizamiError) as refused:
+        convert(build_plan(source, Policy(), Method("minmax")), source, tmp_path / "out")
+    assert (refused.value.code, refused.value.tensor) == ("bad_kv_scale", "model.layers.0.self_attn.k_proj.k_scale")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("odd", [{"config_sha256": "0" * 64}, {"architecture": "X"}, {"statistics_sha256": "1" * 64}])
+def test_scales_of_another_source_are_found_by_verify(source: Checkpoint, converted: Path, odd: dict[str, Any]) -> None:
+    assert codes(converted, kv_scales=replace(scales_of(source), **odd)) == {"other_kv_scales"}

@@ -300,3 +300,20 @@ def test_what_a_step_does_not_read_is_not_checked() -> None:
     assert tables.check(tags, first=torch.tensor([1, 0])).tolist() == [False, False]
     with pytest.raises(KizamiError, match="request 0 holds 5 pages, expected at most 4"):
         tables.extend(0, [5, 6], tags.acquire([5, 6]))
+
+
+def test_calls_that_would_stretch_one_tag_over_many_pages_are_refused() -> None:
+    tags, tables = PageTags(8), BlockTables(2, 4)
+    held = tags.acquire([1, 2])
+    with pytest.raises(KizamiError, match="1 tags for 2 pages"):
+        tags.release([1, 2], held[:1])
+    for row, given in ((0, held[:1]), (-1, held)):
+        with pytest.raises(KizamiError, match="expected as many"):
+            tables.extend(row, [1, 2], given)
+    assert torch.equal(tags.find(torch.tensor([1, 2])), held)
+
+
+@pytest.mark.parametrize("reserved", [(9,), (-1,)])
+def test_reserved_pages_must_exist(reserved: tuple[int, ...]) -> None:
+    with pytest.raises(KizamiError, match="reserved pages"):
+        PageTags(4, reserved=reserved)

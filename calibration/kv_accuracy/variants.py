@@ -90,7 +90,10 @@ def _check_scales(scales: KvScales, model: Model) -> None:
     config: Any = model.config
     is_gqa = not hasattr(config, "kv_lora_rank")
     pairs = {
-        "attention": (scales.attention == "gqa", is_gqa),
+        "attention": (
+            "K and V by head" if scales.attention == "gqa" else "a latent",
+            "K and V by head" if is_gqa else "a latent",
+        ),
         "layers": (len(scales.layers), model.layers),
         "kv_heads": (scales.kv_heads, config.num_key_value_heads if is_gqa else 0),
         "model_type": (scales.model_type, model.family.text_config.get("model_type", model.family.name)),

@@ -80,6 +80,8 @@ class PagedCache(torch.nn.Module):
         self.store = PageStore(codecs, pages=pages, page_size=page_size, device=device)
         if getattr(hooks, "pages", pages) != pages:
             raise ValueError(f"hooks for {getattr(hooks, 'pages', None)} pages, expected {pages}")
+        if tuple(getattr(hooks, "reserved", (PADDING,))) != (PADDING,):
+            raise ValueError(f"hooks leave out pages {getattr(hooks, 'reserved', None)}, expected ({PADDING},)")
         self.hooks = hooks
         self._free = list(range(pages - 1, PADDING, -1))  # the page freed last is handed out first
         self._holders = [0] * pages

@@ -172,7 +172,9 @@ def _latent_window(windows: Mapping[str, Window]) -> Window | None:
 
 
 def _is_proved(bounds: tuple[Bound, ...], windows: Mapping[str, Window], findings: list[KvFinding]) -> bool:
-    """Whether all parts are; not where something larger than its bound was measured."""
+    """Whether all parts are; not where something larger than its bound was measured, and not where the bound itself
+    proves that 1.0 loses precision: of what is below the plateau e4m3 keeps a few bits, or nothing."""
+    proved = bool(bounds) and all(bound.proves for bound in bounds)
     for bound in bounds:
         seen = max((w.amax for name, w in windows.items() if name.split("[")[0] == bound.what), default=0.0)
         if bound.value is not None and seen > bound.value:
@@ -180,7 +182,11 @@ def _is_proved(bounds: tuple[Bound, ...], windows: Mapping[str, Window], finding
             text = f"{bound.what}: {seen:.4g} was measured, and the weights allow {bound.value:.4g}: {other}"
             findings.append(KvFinding("flag", text))
             return False
-    return bool(bounds) and all(bound.proves for bound in bounds)
+        if bound.value is not None and bound.value < PLATEAU:
+            lost = f"scale 1.0 loses precision below {PLATEAU:g}"
+            findings.append(KvFinding("flag", f"{bound.what}: weights allow at most {bound.value:.3g}, and {lost}"))
+            proved = False
+    return proved
 
 
 def _of_choice(

@@ -90,6 +90,9 @@ def check_scales(checkpoint: Checkpoint, family: Family, scales: KvScales) -> No
     layers = tuple(layer.layer for layer in scales.layers)
     if scales.model_type not in _model_types(checkpoint, family):
         raise _mismatch(f"the KV scales are of a {printable(scales.model_type, 40)}; the source is a {family.name}")
+    if scales.architecture != model.architecture:
+        theirs, expected = printable(scales.architecture, 60), printable(model.architecture, 60)
+        raise _mismatch(f"the KV scales are of {theirs}; the source is {expected}")
     if scales.attention != model.attention.value:
         raise _mismatch(f"the KV scales are of {scales.attention} attention; the source has {model.attention.value}")
     if layers != tuple(range(model.layers)):

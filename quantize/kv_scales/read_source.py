@@ -10,19 +10,18 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import Dialect, ScaledWeight, find_encoded_weights
-from kizami.formats.errors import KizamiError, printable
+from kizami.formats.errors import printable
 from kizami.formats.families import KNOWN_FAMILIES, Family, Role
 from kizami.formats.fused_experts import split_fused_experts
-from kizami.formats.kv_scales.neutral import float32_scale
 from kizami.formats.reader import TensorReader
 from kizami.formats.serving.model import ServedModel
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.decode import float32_weight
+from kizami.quantize.kv_scales.carried import FLOATS, bad_scale, floats, scale_values
 from kizami.quantize.kv_scales.certificate import (
     F64,
     Bound,
@@ -34,7 +33,6 @@ from kizami.quantize.kv_scales.certificate import (
 )
 from kizami.quantize.plan import Step
 from kizami.quantize.source_rows import SOURCE_VIEWS, opened
-from kizami.quantize.unpack import as_float32
 
 # Norms that multiply with gamma as it is stored. Gemma's and Qwen3-Next's multiply with 1 + gamma: none of these do.
 PLAIN_NORMS = KNOWN_FAMILIES | {
@@ -46,7 +44,6 @@ NORMED_KEYS = frozenset({"exaone4", "qwen3", "qwen3_moe"})
 _K_NAMES = re.compile(r"(.*\.)?k_scale|(.*\.)?k_proj\.output_scale")
 _V_NAMES = re.compile(r"(.*\.)?v_scale|(.*\.)?v_proj\.output_scale")
 _BOTH_NAMES = re.compile(r"(.*\.)?kv_scale")
-_FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 MAX_WEIGHTS = 1 << 28  # of one matrix: the largest known K projection has 2^23
 
 
@@ -224,14 +221,10 @@ class _Source:
         if (name := names.get(rest)) is None:
             return f"no {rest}"
         info = self.tensors[name]
-        if info.shape != (size,) or info.dtype not in _FLOATS or not size:
+        if info.shape != (size,) or info.dtype not in FLOATS or not size:
             return f"{rest} is {info.dtype} {list(info.shape)}, expected {size} numbers"
-        values = self._floats(info)
+        values = floats(info, self.reader.read(info))
         return values if np.isfinite(values).all() else f"{rest} has numbers that are not finite"
-
-    def _floats(self, info: TensorInfo) -> F64:
-        raw: NDArray[Any] = self.reader.read(info).view(_FLOATS[info.dtype])
-        return (as_float32(raw) if info.dtype == "BF16" else raw).astype(np.float64)
 
     def carried(self, names: Mapping[str, str]) -> Carried | None:
         k, v, both = (self._scale(names, words) for words in (_K_NAMES, _V_NAMES, _BOTH_NAMES))
@@ -245,20 +238,15 @@ class _Source:
         found = {name: self._values(self.tensors[name]) for rest, name in sorted(names.items()) if form.fullmatch(rest)}
         if len(set(found.values())) > 1:
             (first, one), (name, other) = list(found.items())[:2]
-            raise _bad_scale(self.tensors[name], f"is {other[0]:g}, and {printable(first, 200)} is {one[0]:g}")
+            raise bad_scale(self.tensors[name], f"is {other[0]:g}, and {printable(first, 200)} is {one[0]:g}")
         return next(iter(found.values()), None)
 
     def _values(self, info: TensorInfo) -> tuple[float, ...]:
         counts = {1, self.model.kv_heads} if self.model.kv_heads else {1}
-        if info.dtype not in _FLOATS or prod(info.shape) not in counts:
+        if info.dtype not in FLOATS or prod(info.shape) not in counts:
             expected = " or ".join(str(count) for count in sorted(counts))
-            raise _bad_scale(info, f"is {info.dtype} {list(info.shape)}, expected {expected} floats")
-        scales = []
-        for value in self._floats(info).tolist():
-            if (scale := float32_scale(value)) is None:
-                raise _bad_scale(info, f"has a KV scale of {value:g}, expected a positive, finite number")
-            scales.append(scale)
-        return tuple(scales)
+            raise bad_scale(info, f"is {info.dtype} {list(info.shape)}, expected {expected} floats")
+        return scale_values(info, self.reader.read(info))
 
 
 ROPE_UNKNOWN = "whether this rope type scales cos and sin is not known"
@@ -276,13 +264,3 @@ def _rotary(text: Mapping[str, Any], head_dim: int) -> tuple[int, ...] | str:
         if type(share) not in (int, float) or not 0 < share <= 1:
             return f"partial_rotary_factor is {printable(repr(share), 40)}, expected a number above 0, at most 1"
     return tuple(sorted(int(head_dim * share) // 2 * 2 for share in shares))
-
-
-def _bad_scale(info: TensorInfo, message: str) -> KizamiError:
-    return KizamiError(
-        message,
-        code="bad_kv_scale",
-        file=info.file,
-        tensor=info.name,
-        hint="engines would take it as it is, or 1.0 without a word; remove the tensor and measure with --stats",
-    )

@@ -14,7 +14,8 @@ import torch.distributed as dist
 def agree(abort: torch.Tensor, group: Any = None) -> torch.Tensor:
     """bool [R], True where any rank of `group` (None: all) says so: abort those. Without torch.distributed, `abort`.
 
-    Every rank must call it at every check, with nothing to report too, and with its requests in the same order. On a
+    Every rank of `group` must call it at every check, with nothing to report too, and with the same requests in the
+    same order: another number of them on one rank is not found everywhere (gloo may give an answer, or abort). On a
     GPU it waits for nothing. Where a rank has died or stays away, no answer exists: torch raises RuntimeError on the
     others, gloo at once if the connection closed and else after the group's timeout (`init_process_group(timeout=)`,
     minutes by default); NCCL, by its documentation, ends the process after its own. Let it end the step: to go

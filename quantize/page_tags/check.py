@@ -107,6 +107,8 @@ class BlockTables:
 
     def extend(self, row: int, pages: torch.Tensor | Sequence[int], tags: torch.Tensor) -> None:
         """Append pages [n] with the tags [n] that `acquire` or `share` gave for them."""
+        if row < 0 or len(tags) != len(pages):
+            raise KizamiError(f"row {row}: {len(tags)} tags for {len(pages)} pages, expected as many", code="page_tags")
         start = int(self.lengths[row])
         end = start + len(pages)
         if end > self.pages.shape[1]:

@@ -85,6 +85,8 @@ class PageTags:
     ) -> None:
         """`first_generation`: the tag, made even, that all pages begin with, for tests that start below the wrap; None:
         each page begins with its own."""
+        if any(not 0 <= page < pages for page in reserved):
+            raise KizamiError(f"reserved pages {list(reserved)} of {pages}", code="page_tags")
         self.device = torch.device(device)
         self.pages = pages
         self.reserved = tuple(sorted(set(reserved)))
@@ -226,6 +228,8 @@ class PageTags:
         """bool [n]: what may be let go; `findings` gets the reason where not, or where it is there twice."""
         findings.masked_fill_((findings == Finding.NONE) & ((old & 1) == 0), Finding.DOUBLE_RELEASE)
         if tags is not None:
+            if tags.numel() != len(rows):
+                raise KizamiError(f"{tags.numel()} tags for {len(rows)} pages, expected as many", code="page_tags")
             stale = tags.to(self.device).reshape(-1) != old
             findings.masked_fill_((findings == Finding.NONE) & stale, Finding.STALE_RELEASE)
         valid = findings == Finding.NONE

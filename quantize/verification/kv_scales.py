@@ -33,7 +33,7 @@ def check_kv_scales(
     if recorded is not None:
         problems += _recorded(checkpoint, found, values, recorded, manifest["kv_scales"])
     notes = list(_scheme(checkpoint, found, problems, recorded))
-    if held is not None and (recorded is None or recorded.layers != held.layers):
+    if held is not None and (recorded is None or recorded != held):
         problems.append(Problem("other_kv_scales", _difference(recorded, held), MANIFEST))
     return problems, notes
 
@@ -138,6 +138,18 @@ def _scheme(
 def _difference(recorded: KvScales | None, held: KvScales) -> str:
     if recorded is None:
         return "was converted without --kv-scales"
+    for key in (
+        "model_type",
+        "architecture",
+        "attention",
+        "kv_heads",
+        "granularity",
+        "config_sha256",
+        "statistics_sha256",
+    ):
+        ours, theirs = getattr(recorded, key), getattr(held, key)
+        if ours != theirs:
+            return f"records KV scales of {key} {printable(str(ours), 80)}; FILE has {printable(str(theirs), 80)}"
     if len(recorded.layers) != len(held.layers):
         return f"records KV scales of {len(recorded.layers)} layers, FILE has {len(held.layers)}"
     ours, theirs = next((a, b) for a, b in zip(recorded.layers, held.layers, strict=True) if a != b)
