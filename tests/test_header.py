@@ -291,6 +291,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(result)
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_either_read_or_refused_and_never_crashes(path: Path) -> None:
     specs = [TensorSpec("a.weight", "F8_E4M3", (4, 6)), TensorSpec("b", "BF16", (3,)), TensorSpec("c", "F4", (2, 2))]
     good = encode_header(specs, {"format": "pt"}) + bytes(range(32))

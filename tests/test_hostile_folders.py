@@ -127,6 +127,7 @@ def test_too_many_side_files_are_refused_before_anything_is_written(
     assert len([*(out / "many").iterdir()]) == 30
 
 
+@pytest.mark.long
 def test_a_thousand_folders_in_each_other_are_left(tmp_path: Path) -> None:
     source, out = tiny().save(tmp_path / "src"), tmp_path / "out"
     here = os.getcwd()

@@ -241,6 +241,7 @@ def test_inputs_that_are_not_finite_are_refused(converted: Path, demo_checkpoint
     assert refused.value.code == "bad_statistics"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_an_output_beyond_float32_is_no_pass(converted: Path, demo_checkpoint: Path, tmp_path: Path) -> None:
     def spoil(layer: int, data: Layer) -> None:
