@@ -1,6 +1,7 @@
 """A checkpoint of Kimi-K2's width and few layers that takes no room: FP8 zeros as holes in the files, scales of ones.
 
-Embeddings, norms and routers are real numbers, so that tokens differ and go to different experts.
+Embeddings, norms, routers and the first rows of attention's projections are real numbers, so that tokens differ, go to
+different experts, and no linear of the attention sees zeros only.
 """
 
 import json
@@ -15,6 +16,7 @@ from kizami.formats.header import encode_header
 from kizami.formats.tensors import TensorSpec
 
 NAME = "kimi-k2-fp8"
+REAL_ROWS = 256  # the first head of kv_b_proj: 128 of K, 128 of V
 
 
 def write_wide(folder: Path, layers: int, token_ids: np.ndarray, experts: int = 384) -> Path:
@@ -66,6 +68,9 @@ def _fill(fd: int, at: int, spec: TensorSpec, rng: np.random.Generator, token_id
         os.pwrite(fd, _bf16(np.ones(spec.shape, np.float32)), at)
     elif spec.name.endswith("mlp.gate.weight"):
         os.pwrite(fd, _bf16(rng.standard_normal(spec.shape, np.float32) / 30), at)
+    elif (".self_attn." in spec.name and spec.name.endswith("_proj.weight")) or spec.name.endswith("with_mqa.weight"):
+        codes = rng.integers(0, 2, (REAL_ROWS, spec.shape[1]), np.uint8) * 0x80 + 0x20  # e4m3: -1/8 or 1/8
+        os.pwrite(fd, codes.tobytes(), at)
     elif spec.name.endswith("scale_inv"):
         os.pwrite(fd, np.ones(spec.shape, np.float32).tobytes(), at)
 
