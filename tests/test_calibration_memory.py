@@ -46,4 +46,4 @@ def test_two_layers_as_wide_as_kimi_k2_take_less_than_two_gigabytes(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     needed, peak = map(int, done.stdout.split())
     assert peak < 2_000_000_000
-    assert 0.8 * peak < needed < 2 * peak  # what a run says that it needs is near what it takes
+    assert peak < needed < 1.5 * peak  # what a run says that it needs is near what it takes, and never less

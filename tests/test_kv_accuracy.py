@@ -339,3 +339,14 @@ def test_scratch_has_no_name_while_the_run_goes_on_and_is_gone_after_it(sources:
         measure_kv_accuracy(
             Checkpoint.open(sources("glm4_moe")), tokens, replace(options, scratch=tmp_path / "absent"), look
         )
+
+
+def test_a_damaged_source_is_refused_and_not_measured(sources: Make, tmp_path: Path) -> None:
+    """Its hidden states are finite, and their squares are not: the norms behind make zeros of them."""
+    made = sources("glm4_moe")
+    tensors = load_tensors(made)
+    next(t for name, t in tensors.items() if "layers.0.self_attn.o_proj.weight_scale" in name).fill_(1e20)
+    damaged = write_checkpoint(tmp_path / "src", tensors, read_config(made))
+    with pytest.raises(KizamiError, match="behind layer 0 the hidden states") as refused:
+        measure(damaged, (Variant("fp8", Layout.RAW),), random_tokens(damaged, 2, 32))
+    assert refused.value.code == "non_finite"

@@ -20,6 +20,7 @@ from kizami.calibration.forward.model import Model
 from kizami.calibration.forward.settings import Settings
 from kizami.calibration.forward.weights import Weights
 from kizami.calibration.forward.work import Work, remove_state
+from kizami.calibration.machine import give_back_memory
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error, what_is_there
@@ -146,6 +147,7 @@ def _run_layer(job: Pass, index: int, journal: Journal, settings: Settings, on_e
             note(phase, 0)  # from here on the layer's input is overwritten
         for number in range(begin[1] if phase == begin[0] else 0, total):
             piece(number)
+            give_back_memory()
             on_event(Progress(index, PHASES[phase], number + 1, total))
             if journal.due():
                 note(phase, number + 1)

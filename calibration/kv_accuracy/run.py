@@ -28,6 +28,7 @@ from kizami.calibration.kv_accuracy.measures import (
 )
 from kizami.calibration.kv_accuracy.sweep import VariantPass, VariantRun, runs_of, tiled
 from kizami.calibration.kv_accuracy.variants import REFERENCE, Variant, check_variant
+from kizami.calibration.machine import give_back_memory
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error
@@ -191,8 +192,10 @@ class _Sweep:
                 count, work = step()
                 for number in range(count):
                     work(number)
+                    give_back_memory()
                     self._on_event(Progress(index, phase, number + 1, count))
             run.check()
+            run.check_behind()
             self._weights.check_unchanged()
             self._on_event(LayerDone(index, tuple(errors.local.relative() for errors in run.errors)))
             yield run
