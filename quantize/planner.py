@@ -67,11 +67,7 @@ def build_plan(
             *warn(steps, policy),
             *_layout_notes(policy, steps, scheme),
             *(() if merged is None else merged.warnings),
-            *(
-                [f"KV scales: {NO_SCHEME}"]
-                if carries_kv_scales(steps) and not _has_kv_scheme(quantization_config)
-                else []
-            ),
+            *_kv_notes(quantization_config, steps),
             *([METHOD_NOTES[method.name]] if method.name in METHOD_NOTES else []),
             *_unused_method(method, steps),
             *checkpoint.notes,
@@ -174,8 +170,9 @@ def _carried_kv_scheme(checkpoint: Checkpoint, steps: list[Step]) -> dict[str, A
     return None
 
 
-def _has_kv_scheme(quantization_config: dict[str, Any]) -> bool:
-    return quantization_config.get("kv_cache_scheme") is not None
+def _kv_notes(quantization_config: dict[str, Any], steps: list[Step]) -> Iterator[str]:
+    if carries_kv_scales(steps) and quantization_config.get("kv_cache_scheme") is None:
+        yield f"KV scales: {NO_SCHEME}"
 
 
 def _config(source: dict[str, Any], quantization_config: dict[str, Any], policy: Policy) -> dict[str, Any]:

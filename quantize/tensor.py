@@ -20,8 +20,7 @@ from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.fp8 import to_fp8_blocks
 from kizami.quantize.given import Given, chosen_instead, is_given, own_method
-from kizami.quantize.kv_scales.carried import scale_values
-from kizami.quantize.kv_scales.merge import is_kv_scale
+from kizami.quantize.kv_scales.carried import is_kv_scale, scale_values
 from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
 from kizami.quantize.measure import measure
 from kizami.quantize.metrics import ErrorSums

@@ -1,6 +1,7 @@
 """KV scales that a source brings, as numbers: an engine takes 0 and -1 for 1.0 without a word, and NaN ruins every
 token (SGLang 0.5.23 layers/quantization/kv_cache.py)."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ from kizami.formats.kv_scales.neutral import float32_scale
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.unpack import as_float32
 
+# Whatever attention module an engine or a tool puts before it: attn, attn_mqa, k_proj, ...; Quark's are output_scale
+K_NAMES = re.compile(r"(.*\.)?k_scale|(.*\.)?k_proj\.output_scale")
+V_NAMES = re.compile(r"(.*\.)?v_scale|(.*\.)?v_proj\.output_scale")
+BOTH_NAMES = re.compile(r"(.*\.)?kv_scale")
 FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
+
+
+def is_kv_scale(name: str) -> bool:
+    return any(form.fullmatch(name) for form in (K_NAMES, V_NAMES, BOTH_NAMES))
 
 
 def floats(info: TensorInfo, raw: NDArray[np.uint8]) -> NDArray[np.float64]:

@@ -20,13 +20,12 @@ from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.kv_scales.tensors import find_prefix, kv_cache_scheme, scale_tensors
 from kizami.formats.serving.model import read_model
 from kizami.formats.tensors import TensorInfo, TensorSpec
+from kizami.quantize.kv_scales.carried import is_kv_scale
 from kizami.quantize.kv_scales.statement import is_uncalibrated, statement
 from kizami.quantize.manifest import kv_scales_of
 from kizami.quantize.plan import KvMerge, Step
 from kizami.quantize.settings import Policy
 
-LEAVES = ("k_scale", "v_scale", "kv_scale")  # of a cache; Quark's are `k_proj.output_scale` and `v_proj.output_scale`
-QUARK = ("k_proj.output_scale", "v_proj.output_scale")
 SHA_SHOWN = 16
 
 
@@ -124,10 +123,6 @@ def _check_place(policy: Policy, steps: Sequence[Step]) -> None:
             code="kv_scales_unplaced",
             hint="use --scheme w4a16-g32 or fp8-block, or leave --kv-scales out",
         )
-
-
-def is_kv_scale(name: str) -> bool:
-    return name.rpartition(".")[2] in LEAVES or name.endswith(QUARK)
 
 
 def _without_scales(steps: Sequence[Step]) -> tuple[list[Step], int]:

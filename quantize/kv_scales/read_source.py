@@ -21,7 +21,7 @@ from kizami.formats.serving.model import ServedModel
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.decode import float32_weight
-from kizami.quantize.kv_scales.carried import FLOATS, bad_scale, floats, scale_values
+from kizami.quantize.kv_scales.carried import BOTH_NAMES, FLOATS, K_NAMES, V_NAMES, bad_scale, floats, scale_values
 from kizami.quantize.kv_scales.certificate import (
     F64,
     Bound,
@@ -40,10 +40,6 @@ PLAIN_NORMS = KNOWN_FAMILIES | {
 }  # fmt: skip
 # transformers' classes with a QK-norm whatever the config says; Glm4Moe has one where `use_qk_norm` is true.
 NORMED_KEYS = frozenset({"exaone4", "qwen3", "qwen3_moe"})
-# What follows `self_attn.`, whatever attention module an engine or a tool puts before it: attn, attn_mqa, k_proj, ...
-_K_NAMES = re.compile(r"(.*\.)?k_scale|(.*\.)?k_proj\.output_scale")
-_V_NAMES = re.compile(r"(.*\.)?v_scale|(.*\.)?v_proj\.output_scale")
-_BOTH_NAMES = re.compile(r"(.*\.)?kv_scale")
 MAX_WEIGHTS = 1 << 28  # of one matrix: the largest known K projection has 2^23
 
 
@@ -227,7 +223,7 @@ class _Source:
         return values if np.isfinite(values).all() else f"{rest} has numbers that are not finite"
 
     def carried(self, names: Mapping[str, str]) -> Carried | None:
-        k, v, both = (self._scale(names, words) for words in (_K_NAMES, _V_NAMES, _BOTH_NAMES))
+        k, v, both = (self._scale(names, form) for form in (K_NAMES, V_NAMES, BOTH_NAMES))
         if k is None and v is None:
             k = v = both
         if k is None or v is None:

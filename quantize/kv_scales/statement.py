@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kizami.formats.kv_scales.neutral import KvScales, LayerScales
+from kizami.quantize.kv_scales.carried import is_kv_scale
 from kizami.quantize.plan import Step
 
 NO_SCHEME = "the source's tensors, without a kv_cache_scheme: engines use 1.0"
@@ -11,7 +12,7 @@ NO_SCHEME = "the source's tensors, without a kv_cache_scheme: engines use 1.0"
 
 def carries_kv_scales(steps: Iterable[Step]) -> bool:
     """Whether the output has scale tensors, copied from the source or new."""
-    return any(spec.name.endswith((".k_scale", ".v_scale")) for step in steps for spec in step.outputs)
+    return any(is_kv_scale(spec.name) for step in steps for spec in step.outputs)
 
 
 def statement(scales: KvScales, written: bool) -> str:

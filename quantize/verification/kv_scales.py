@@ -14,11 +14,11 @@ from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.kv_scales.tensors import KV_CACHE_SCHEME, kv_cache_scheme
 from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
-from kizami.quantize.kv_scales.merge import is_kv_scale, tensors_of
+from kizami.quantize.kv_scales.carried import FLOATS, floats, is_kv_scale
+from kizami.quantize.kv_scales.merge import tensors_of
 from kizami.quantize.manifest import CONFIG, MANIFEST, kv_scales_of
 from kizami.quantize.verification.files import Problem
 
-VIEWS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 MAX_SCALE_BYTES = 1 << 16  # one per head at most, in F64
 VALUES_SHOWN = 4
 
@@ -52,22 +52,16 @@ def _read(
     with TensorReader(checkpoint) as reader:
         for name, info in found.items():
             fault = None
-            if info.nbytes > MAX_SCALE_BYTES or info.dtype not in (*VIEWS, "BF16") or not info.nbytes:
+            if info.nbytes > MAX_SCALE_BYTES or info.dtype not in FLOATS or not info.nbytes:
                 fault = f"is {info.dtype} {list(info.shape)}, expected a float scale, or one per head"
             else:
-                values[name] = numbers = _floats(reader.read(info), info.dtype)
+                values[name] = numbers = floats(info, reader.read(info))
                 bad = np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)))
                 if len(bad):
                     fault = f"element {int(bad[0])} is {numbers[bad[0]]:g}, expected a finite number above 0"
             if fault is not None:
                 problems.append(Problem("bad_kv_scale", fault, info.file, name))
     return problems, values
-
-
-def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
-    if dtype == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return raw.view(VIEWS[dtype]).astype(np.float64)
 
 
 def _recorded(
