@@ -84,8 +84,8 @@ def test_yarn_and_scale_are_those_of_the_published_config() -> None:
         ({"rope_scaling": {"type": "bogus"}}, "bad_config", "RotaryEmbedding cannot be built"),
         ({"hidden_size": 512}, "shape_mismatch", "expected [512, 512]"),
         ({"num_hidden_layers": 90_000}, "missing_tensor", "is in no file"),
-        ({"n_group": None}, "bad_config", "n_group is null"),
-        ({"topk_group": None}, "bad_config", "topk_group is null"),
+        ({"n_group": None}, "bad_config", "n_group is missing"),
+        ({"topk_group": None}, "bad_config", "topk_group is missing"),
         ({"n_shared_experts": None}, "bad_config", "n_shared_experts"),
         ({"moe_intermediate_size": 0}, "bad_config", "moe_intermediate_size is 0"),
         ({"qk_rope_head_dim": 0}, "bad_config", "qk_rope_head_dim is 0"),
@@ -109,7 +109,18 @@ def test_a_config_that_cannot_be_run_is_refused(change: dict[str, Any], code: st
     assert said in str(error)
 
 
-@pytest.mark.parametrize("key", ["num_experts_per_tok", "routed_scaling_factor", "rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_experts_per_tok",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "rms_norm_eps",
+        "rope_theta",
+    ],
+)
 def test_what_a_class_would_fill_in_unseen_is_asked_for(key: str, source: Path) -> None:
     checkpoint = Checkpoint.open(source)
     gone = {key, "rope_parameters"} if key == "rope_theta" else {key}
@@ -154,13 +165,14 @@ def broken(source: Path, out: Path, tensor: str, value: float) -> Checkpoint:
     ("name", "value", "said"),
     [
         ("mlp.experts.3.up_proj.weight_scale_inv", 1e18, "h_a of expert 3"),
-        ("mlp.experts.3.up_proj.weight_scale_inv", 5e35, "mlp.experts.3: products of"),
+        ("mlp.experts.3.up_proj.weight_scale_inv", 5e35, "mlp.experts.3: inputs or products of"),
         ("mlp.shared_experts.up_proj.weight_scale_inv", 1e20, "mlp.shared_experts.down_proj are not finite"),
         ("mlp.gate.weight", -1e4, "mlp.gate: weights of the router of"),
         ("self_attn.kv_b_proj.weight_scale_inv", 1e26, "self_attn.o_proj are not finite"),
         # an RMSNorm whose sum of squares is infinite gives zeros, and everything behind it would seem sound
-        ("self_attn.kv_a_proj_with_mqa.weight_scale_inv", 1e19, "self_attn.kv_b_proj: its input is zero"),
-        ("self_attn.o_proj.weight_scale_inv", 1e20, "behind layer 1 the hidden states"),
+        ("self_attn.kv_a_proj_with_mqa.weight_scale_inv", 1e19, "self_attn.kv_b_proj: inputs of"),
+        ("post_attention_layernorm.weight", 0, ": inputs or products of"),
+        ("self_attn.o_proj.weight_scale_inv", 1e20, ": inputs or products of"),
         ("mlp.shared_experts.down_proj.weight_scale_inv", 1e22, "behind layer 1 the hidden states"),
         ("mlp.experts.3.down_proj.weight_scale_inv", 1e24, "behind layer 1 the hidden states"),
         ("mlp.experts.3.down_proj.weight_scale_inv", -1, "expected none below 0"),

@@ -19,6 +19,10 @@ _DSA_KINDS = ("deepseek_v32", "glm_moe_dsa")
 # Only GLM-4.x has a default that its class leaves to `hidden_size / num_attention_heads`
 _OPTIONAL = {"glm4_moe": {"head_dim"}}
 _MOST = 1 << 31
+# What shows in no tensor's shape
+_SAID = (
+    "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps",
+)  # fmt: skip
 
 # Of a layer that predicts a token beyond the next (DeepSeek-V3 technical report, 2.2): two norms and what joins them
 _OF_MTP = frozenset({"eh_proj", "enorm", "hnorm"})
@@ -28,7 +32,7 @@ _WEIGHTS = frozenset({"weight", "weight_packed", "bias", "e_score_correction_bia
 def check_said(text: Mapping[str, Any]) -> None:
     """What a class of transformers would fill in with a number of its own, and nobody would see it in the result.
     KizamiError "bad_config" for a key that config.json lacks."""
-    for key in ("num_experts_per_tok", "routed_scaling_factor", "rms_norm_eps"):
+    for key in _SAID:
         if text.get(key) is None:
             raise bad_config(f"{key} is missing")
     places = (text, *(text.get(key) for key in ("rope_parameters", "rope_scaling")))

@@ -112,7 +112,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class UnitSums:
     """Over fit tokens whose numbers are finite, g their gate weights: sum g^2 x^2 of the input of gate and up, sum g^2
     a^2 of down's, sum g^2, sum g^4, n; n_held_out counts the others. A token whose weight is 0 is none of the unit's.
-    overflown: tokens with finite inputs and products that are not."""
+    overflown: tokens with finite inputs and products that are not, or with inputs of zeros."""
 
     x: NDArray[np.float64]
     a: NDArray[np.float64]
@@ -139,7 +139,8 @@ def run_unit(
         write((y * gates[:, None]).to(x.dtype))
         sound = x.isfinite().all(dim=1)
         finite = sound & a.isfinite().all(dim=1) & (gates != 0)
-        sums.overflown += int((sound & ~(a.isfinite().all(dim=1) & y.isfinite().all(dim=1))).sum())
+        right = a.isfinite().all(dim=1) & y.isfinite().all(dim=1) & x.any(dim=1)
+        sums.overflown += int((sound & ~right).sum())
         del y
         weight = torch.where(fit & finite, gates.double().square(), 0.0)
         sums.x += square_sums(x, weight)[0].cpu().numpy()

@@ -26,6 +26,8 @@ from kizami.formats.statistics import ExpertStatistics, LayerStatistics
 
 Piece = tuple[int, Callable[[int], None]]  # how many there are, and what does one
 TOO_MANY_BAD = 0.1  # of a layer's tokens
+# A norm makes zeros of numbers whose squares are beyond float32, and what lies behind would seem sound
+NOT_ZEROS = "finite and not all zeros"
 
 
 DAMAGED = "the checkpoint is damaged there, or its config.json; or the numbers are beyond the dtype of the run"
@@ -251,27 +253,19 @@ class LayerRun:
         job = self.job
         fit = int(job.fit.sum()) * job.seq_len
         for name, count in self.squares.counts.items():
-            self._check_share("inputs", fit - count, fit, name)
+            self._check_share("inputs", fit - count, fit, name, NOT_ZEROS)
         for name, meter in self.ranges.items():
             self._check_share(f"rows of the KV cache ({name})", job.tokens - meter.count, job.tokens, "self_attn")
-        for name in self.squares.silent:
-            raise KizamiError(
-                "its input is zero for every token: a norm in front of it was given numbers whose squares are beyond "
-                "float32, or weights in front of it are zero",
-                code="non_finite",
-                tensor=job.model.name(self.index, name),
-                hint=DAMAGED,
-            )
+
+    def check_behind(self) -> None:
+        """KizamiError "non_finite" if too few tokens are sound in the MLP, or behind the layer."""
+        job = self.job
         counts = job.work.unit_counts.read(0, len(self.units))
         ids = self.routing.ids if self.mlp.experts else np.zeros(0, np.int32)
         routed = np.bincount(ids.reshape(-1), minlength=self.mlp.experts)
         for unit, overflown in zip(self.units, counts[:, 4].tolist(), strict=True):
             total = job.tokens if unit.expert is None else int(routed[unit.expert])
-            self._check_share("products", int(overflown), total, unit.module)
-
-    def check_behind(self) -> None:
-        """KizamiError "non_finite" if too few tokens are sound behind the layer."""
-        job = self.job
+            self._check_share("inputs or products", int(overflown), total, unit.module, NOT_ZEROS)
         if self.bad_rows > TOO_MANY_BAD * job.tokens:
             raise KizamiError(
                 f"behind layer {self.index} the hidden states of {self.bad_rows} of {job.tokens} tokens are not "

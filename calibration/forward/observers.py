@@ -48,21 +48,18 @@ class SquareSums:
         self._counts: dict[str, int] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """x: [..., K]."""
-        sums, count = square_sums(x.reshape(-1, x.shape[-1]))
+        """x: [..., K]. Rows of zeros are not counted: an RMSNorm makes them of numbers whose squares are too large."""
+        rows = x.reshape(-1, x.shape[-1])
+        sums, count = square_sums(rows)
+        count -= int((~rows.any(dim=1)).sum())
         found = sums.cpu().numpy()
         self._sums[name] = self._sums[name] + found if name in self._sums else found
         self._counts[name] = self._counts.get(name, 0) + count
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Rows that were finite."""
+        """Rows that were finite and not of zeros."""
         return self._counts
-
-    @property
-    def silent(self) -> tuple[str, ...]:
-        """Those whose inputs were all zeros."""
-        return tuple(name for name, sums in self._sums.items() if not sums.any())
 
     def same(self, name: str, other: str) -> None:
         """`name` has the inputs of `other`."""
