@@ -318,6 +318,10 @@ def _fault_of_experts(experts: ExpertStatistics) -> str | None:
                 return f"{name} of expert {expert} has numbers that are not finite, or negative"
     if (experts.n < 0).any() or (experts.n_held_out < 0).any() or int(experts.n.max(initial=0)) > MAX_TOKENS:
         return f"numbers of tokens are not from 0 to {MAX_TOKENS}"
+    silent = (experts.n > 0) & ~experts.h_x.any(axis=1)
+    if silent.any():
+        e = int(silent.argmax())
+        return f"h_x of expert {e} is 0, which no input of {int(experts.n[e])} tokens has"
     # (sum g^2)^2 is between sum g^4 and n times that, whatever the gates g
     least, effective = np.where(experts.n > 0, 1.0, 0.0), experts.effective_n
     odd = ~(np.isfinite(effective) & (effective >= least * (1 - 1e-9)) & (effective <= experts.n * (1 + 1e-9)))

@@ -171,8 +171,9 @@ def broken(source: Path, out: Path, tensor: str, value: float) -> Checkpoint:
         ("self_attn.kv_b_proj.weight_scale_inv", 1e26, "self_attn.o_proj are not finite"),
         # an RMSNorm whose sum of squares is infinite gives zeros, and everything behind it would seem sound
         ("self_attn.kv_a_proj_with_mqa.weight_scale_inv", 1e19, "self_attn.kv_b_proj: inputs of"),
-        ("post_attention_layernorm.weight", 0, ": inputs or products of"),
-        ("self_attn.o_proj.weight_scale_inv", 1e20, ": inputs or products of"),
+        ("post_attention_layernorm.weight", 1e-30, "h_x of expert"),
+        ("post_attention_layernorm.weight", 0, "h_x of expert"),
+        ("self_attn.o_proj.weight_scale_inv", 1e20, "h_x of expert"),
         ("mlp.shared_experts.down_proj.weight_scale_inv", 1e22, "behind layer 1 the hidden states"),
         ("mlp.experts.3.down_proj.weight_scale_inv", 1e24, "behind layer 1 the hidden states"),
         ("mlp.experts.3.down_proj.weight_scale_inv", -1, "expected none below 0"),

@@ -195,6 +195,7 @@ def test_held_out_flags_of_another_shape_are_refused(tmp_path: Path, shape: tupl
     [
         ("n", np.array([0, 1, 2, 1 << 50])), ("sum_g2", np.zeros(4)), ("sum_g2", np.full(4, 1e-320)),
         ("sum_g4", np.full(4, 5e-324)), ("sum_g4", np.full(4, np.inf)), ("h_x", np.full((4, HIDDEN), -1.0)),
+        ("h_x", np.zeros((4, HIDDEN), np.float32)),
     ],
 )  # fmt: skip
 def test_figures_that_no_tokens_have_are_refused(tmp_path: Path, name: str, value: np.ndarray) -> None:
