@@ -157,7 +157,7 @@ def show_calibrate(ui: Ui, body: dict[str, Any]) -> None:
     for note in body["notes"]:
         ui.prose(note)
     ui.say(f"weights read {exact(body['bytes_read'])}, {duration(body['seconds'])}")
-    ui.say(serves_words(body["serves"]))
+    ui.say(serves_words(body["serves"], held_out))
     hungry = len(experts["unused"]) + len(experts["starved"])
     few = f"{hungry:,} of {counted(experts['count'], 'expert')} with fewer than {STARVED} tokens"
     ui.result(f"{gib(body['stats_bytes'])} of statistics, {few}")
@@ -174,8 +174,10 @@ def _show_kv(ui: Ui, body: dict[str, Any]) -> None:
     )
 
 
-def serves_words(methods: list[str]) -> str:
-    """`serves weighted and report; not gptq, which needs --keep all`."""
+def serves_words(methods: list[str], held_out: int) -> str:
+    """`serves weighted and report; not gptq, which needs --keep all`. held_out: sequences."""
+    if not held_out:
+        return "serves weighted; no sequence was held out, which report and gptq need: give more --samples, and data"
     if "gptq" in methods:
         return "serves weighted, gptq and report"
     if "report" in methods:

@@ -77,7 +77,7 @@ def outputs_body(ui: Ui, out: Path, stats: Path, against: str, top: int | None, 
     worst = worst_modules(layers)
     over = [module for module in worst if max_output_error is not None and (module.rel_error or 0) > max_output_error]
     unmeasured, unsure = errors.unmeasured, unsure_modules(layers)
-    chosen_by = method_of(manifest).stats if manifest["method"] == "gptq" else None
+    used = method_of(manifest).stats
     return {
         "stats_sha256": statistics.sha256,
         "rel_error": median_error(layers),
@@ -88,7 +88,8 @@ def outputs_body(ui: Ui, out: Path, stats: Path, against: str, top: int | None, 
         "unmeasured": len(unmeasured),
         "few_tokens_below": FEWEST_HELD_OUT,
         "few_tokens": [module.name for module in unsure],
-        "chose_codes": chosen_by == statistics.sha256,
+        "chose_codes": manifest["method"] == "gptq" and used == statistics.sha256,
+        "other_stats": used is not None and used != statistics.sha256,
         "max_output_error": max_output_error,
         "exceeding": [{"name": module.name, "rel_error": module.rel_error} for module in over],
     }
@@ -160,6 +161,8 @@ def notes(body: Body, names_shown: int | None) -> list[str]:
     if body["few_tokens"]:
         few = f"too few tokens, under {body['few_tokens_below']} held out, to tell"
         lines.append(f"{counted(len(body['few_tokens']), 'module')} with {few}: in no list of the worst")
+    if body["other_stats"]:
+        lines.append("these are not the statistics that the run used: errors are of other tokens than it calibrated on")
     if body["chose_codes"]:
         lines.append("these held-out tokens also chose between gptq's codes and weighted's: its error looks smaller")
     return lines
@@ -177,8 +180,14 @@ def last_line(body: Body) -> str:
 
 
 def fail_over_output_error(ui: Ui, body: Body | None) -> None:
-    """Exit code 1, naming the experts."""
-    if body is None or not body["exceeding"]:
+    """Exit code 1, naming the experts; also where a limit was given and too few tokens were held out to judge any."""
+    if body is None or body["max_output_error"] is None:
+        return
+    if body["few_tokens"] and not body["modules"]:
+        few = f"no expert has {body['few_tokens_below']} held-out tokens: nothing was held to --max-output-error"
+        ui.fail([f"{few}; run kizami calibrate with more --samples"])
+        raise typer.Exit(1)
+    if not body["exceeding"]:
         return
     limit = body["max_output_error"]
     ui.fail(

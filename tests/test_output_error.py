@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from cli_fixtures import Run
 from gptq_fixtures import Layer, Made, make_stats
 from output_oracle import Folder
 
-from kizami.cli.report_outputs import layer_rows, notes
+from kizami.cli.output import Ui
+from kizami.cli.report_outputs import fail_over_output_error, layer_rows, notes
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.fingerprint import config_sha256, sample_contents
@@ -331,7 +333,13 @@ def test_a_dense_layer_that_is_passed_on_has_blanks_for_figures() -> None:
 
 
 def test_the_tokens_that_chose_gptqs_codes_are_named() -> None:
-    body: dict[str, Any] = {"layers": [], "few_tokens": [], "few_tokens_below": 32, "unmeasured": 0}
+    body: dict[str, Any] = {
+        "layers": [],
+        "few_tokens": [],
+        "few_tokens_below": 32,
+        "unmeasured": 0,
+        "other_stats": False,
+    }
     assert notes(body | {"chose_codes": False}, 5) == []
     (line,) = notes(body | {"chose_codes": True}, 5)
     assert "these held-out tokens also chose" in line
@@ -361,3 +369,20 @@ def test_statistics_that_lack_a_layer_are_refused(converted: Path, demo_checkpoi
     with pytest.raises(KizamiError, match="nothing in layer 2") as refused:
         errors_of(converted, made)
     assert refused.value.code == "stats_mismatch"
+
+
+def test_a_limit_that_nothing_was_held_to_is_not_met(capsys: pytest.CaptureFixture[str]) -> None:
+    few = {"max_output_error": 0.5, "few_tokens": ["a"], "modules": 0, "few_tokens_below": 32, "exceeding": []}
+    with pytest.raises(typer.Exit) as ended:
+        fail_over_output_error(Ui(quiet=True), few)
+    assert ended.value.exit_code == 1
+    assert "no expert has 32 held-out tokens: nothing was held to --max-output-error" in capsys.readouterr().err
+    for met in ({"modules": 1}, {"few_tokens": []}, {"max_output_error": None}):
+        fail_over_output_error(Ui(quiet=True), few | met)
+
+
+def test_statistics_that_the_run_did_not_use_are_named() -> None:
+    body = {"layers": [], "unmeasured": 0, "few_tokens": [], "chose_codes": False, "other_stats": True}
+    assert notes(body, None) == [
+        "these are not the statistics that the run used: errors are of other tokens than it calibrated on"
+    ]
