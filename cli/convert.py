@@ -11,7 +11,7 @@ from kizami.cli import engine as e
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
-from kizami.cli.kv_options import ForceKvScales, KvScalesFile, kv_asked, kv_body
+from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked, kv_body
 from kizami.cli.method_words import method_body, method_lines, show_fallbacks, some
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
 from kizami.cli.stop import STOP
@@ -83,15 +83,17 @@ def convert(
         group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
     policy = o.policy_from(context, told, ui)
-    kv = kv_asked(context, kv_scales, force_kv_scales)
+    check_force(context, kv_scales, force_kv_scales)
     asked, statistics = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer), None
     job = e.engine_job(context, ui, src, asked, (method, scale_sign, clip_allowance, stats))
     if job is None:
         how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
         checkpoint = open_source(src)
+        kv = kv_asked(kv_scales, force_kv_scales, checkpoint)
         plan = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
     else:
         checkpoint = job.checkpoint
+        kv = kv_asked(kv_scales, force_kv_scales, checkpoint)
         plan = build_plan(checkpoint, policy, job.method, job.facts, kv)
         job.check_memory(plan)
     _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)

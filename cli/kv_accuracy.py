@@ -76,7 +76,7 @@ def kv_accuracy(
         from kizami.calibration.machine import use_threads
 
         use_threads(threads or available_cores())
-    variants = _variants(served, layout, kv_scales)
+    variants = _variants(checkpoint, served, layout, kv_scales)
     unserved = [*_unserved(variants), *_of_other_configs(variants, config_sha256(checkpoint))]
     ui.warn(unserved)
     with refusing_out_of_memory(max_memory, resumes=False):
@@ -119,11 +119,13 @@ def _measure(ui: Ui, checkpoint: "Checkpoint", tokens: Any, options: Any) -> dic
     return kv_accuracy_body(checkpoint, tokens, found) | {"needs": watch.needs}
 
 
-def _variants(served: "ServedModel", layouts: list[str] | None, files: list[Path] | None) -> tuple["Variant", ...]:
+def _variants(
+    checkpoint: "Checkpoint", served: "ServedModel", layouts: list[str] | None, files: list[Path] | None
+) -> tuple["Variant", ...]:
     """The layouts in the order in which they were named, then one for each file."""
     from kizami.calibration.kv_accuracy.variants import Variant
-    from kizami.formats.kv_scales.neutral import KvScales
     from kizami.formats.serving.kv_layout import Layout, layouts_of
+    from kizami.quantize.kv_scales.scale_file import read_kv_scales
 
     for word in layouts or ():
         if word not in (Layout.RAW, Layout.DS_MLA):
@@ -132,7 +134,7 @@ def _variants(served: "ServedModel", layouts: list[str] | None, files: list[Path
     chosen = list(dict.fromkeys(map(Layout, layouts))) if layouts else layouts_of(served)[1:]
     found = [Variant("fp8 at 1.0" if one is Layout.RAW else str(one), one) for one in chosen]
     for file in dict.fromkeys(files or ()):
-        scales = KvScales.read(file)
+        scales = read_kv_scales(file, checkpoint)
         per = "head" if scales.granularity == "attn_head" else "layer"
         found.append(Variant(f"fp8, {printable(file.name, 40)} (per {per})", Layout.RAW, scales))
     return tuple(found)
@@ -149,9 +151,9 @@ def _unserved(variants: tuple["Variant", ...]) -> list[str]:
 def _of_other_configs(variants: tuple["Variant", ...], ours: str) -> list[str]:
     """An INT4 output has another config.json than the source that its scales were made from: no error."""
     return [
-        f"{one.name} was made from another config.json: {one.scales.config_sha256[:16]}... then, {ours[:16]}... now"
+        f"{one.name} was made from another config.json: {theirs[:16]}... then, {ours[:16]}... now"
         for one in variants
-        if one.scales is not None and one.scales.config_sha256 != ours
+        if one.scales is not None and (theirs := one.scales.config_sha256) is not None and theirs != ours
     ]
 
 

@@ -11,6 +11,7 @@ from kizami.formats.errors import KizamiError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kizami.formats.checkpoint import Checkpoint
     from kizami.quantize.kv_scales.merge import KvAsked
 
 KvScalesFile = Annotated[
@@ -19,8 +20,8 @@ KvScalesFile = Annotated[
         "--kv-scales",
         panel=WHAT,
         metavar="FILE",
-        help="Write the scales of an FP8 KV cache that kizami kv-scales put into FILE; those of the source go. MLA: no "
-        "tensors, a statement on the range.",
+        help="Write the scales of an FP8 KV cache in FILE, of kizami kv-scales or a .safetensors of k_scale and "
+        "v_scale; those of the source go. MLA: no tensors, a statement on the range.",
     ),
 ]
 ForceKvScales = Annotated[
@@ -38,17 +39,21 @@ HeldKvScales = Annotated[
 ]
 
 
-def kv_asked(context: typer.Context, file: Path | None, force: bool) -> "KvAsked | None":
-    """What --kv-scales and --force-kv-scales say. KizamiError as `KvScales.read`."""
-    if file is None:
-        if force:
-            given, needs = spelled(context, "force_kv_scales"), spelled(context, "kv_scales")
-            raise KizamiError(f"{given} without {needs}: there is nothing to force", code="bad_option")
-        return None
-    from kizami.formats.kv_scales.neutral import KvScales
-    from kizami.quantize.kv_scales.merge import KvAsked
+def check_force(context: typer.Context, file: Path | None, force: bool) -> None:
+    """KizamiError "bad_option" for --force-kv-scales alone."""
+    if force and file is None:
+        given, needs = spelled(context, "force_kv_scales"), spelled(context, "kv_scales")
+        raise KizamiError(f"{given} without {needs}: there is nothing to force", code="bad_option")
 
-    return KvAsked(KvScales.read(file), force)
+
+def kv_asked(file: Path | None, force: bool, checkpoint: "Checkpoint") -> "KvAsked | None":
+    """What --kv-scales and --force-kv-scales say. KizamiError as `read_kv_scales`."""
+    if file is None:
+        return None
+    from kizami.quantize.kv_scales.merge import KvAsked
+    from kizami.quantize.kv_scales.scale_file import read_kv_scales
+
+    return KvAsked(read_kv_scales(file, checkpoint), force)
 
 
 def kv_body(manifest: "Mapping[str, Any]") -> dict[str, Any] | None:

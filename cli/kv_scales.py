@@ -24,6 +24,7 @@ def kv_scales(
     context: typer.Context,
     src: o.Source,
     stats: k.Stats = None,
+    given: k.From = None,
     per_head: k.PerHead = False,
     kv_format: k.Format = "json",
     tp: k.TensorParallel = None,
@@ -46,13 +47,21 @@ def kv_scales(
     from kizami.cli.target import Target
     from kizami.formats.statistics import Statistics
     from kizami.quantize.kv_scales.assess import assess
+    from kizami.quantize.kv_scales.scale_file import read_kv_scales
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     _check_options(context, kv_format, tp)
+    if per_head and given is not None:
+        raise KizamiError("--per-head beside --from, whose FILE says how many there are", code="bad_option")
     checkpoint = open_source(src)
     target = None if output is None else Target.checked(_new(output, kv_format), checkpoint.root)
-    made = assess(checkpoint, None if stats is None else Statistics.open(stats), "attn_head" if per_head else "tensor")
-    data = _encode(made, kv_format, tp)
+    made = assess(
+        checkpoint,
+        None if stats is None else Statistics.open(stats),
+        "attn_head" if per_head else "tensor",
+        None if given is None else read_kv_scales(given, checkpoint),
+    )
+    data = _encode(made, kv_format, tp, force=force)
     refused = None if force else _refusal(made.scales, kv_format)
     written = _write(target, data, kv_format) if refused is None else None
     body = kv_scales_body(made, kv_format, refused, written)
@@ -84,7 +93,7 @@ def _new(output: str, kv_format: str) -> str:
     return output
 
 
-def _encode(made: "Assessment", kv_format: str, tp: int | None) -> bytes:
+def _encode(made: "Assessment", kv_format: str, tp: int | None, *, force: bool) -> bytes:
     """The file's bytes. KizamiError "no_kv_json"."""
     from kizami.formats.kv_scales.sglang import sglang_file
     from kizami.formats.kv_scales.tensors import encode_tensors
@@ -92,7 +101,7 @@ def _encode(made: "Assessment", kv_format: str, tp: int | None) -> bytes:
 
     if kv_format == "sglang":
         assert tp is not None
-        return dump_json(sglang_file(made.scales, tp))
+        return dump_json(sglang_file(made.scales, tp, force=force))
     return encode_tensors(made.scales, made.prefix) if kv_format == "checkpoint" else made.scales.encode()
 
 
@@ -134,6 +143,7 @@ def kv_scales_body(
     layers = [_layer_body(layer) for layer in made.layers]
     return {
         "ok": not made.clips,
+        "format": kv_format,
         **{key: value for key, value in made.scales.document().items() if key not in ("schema", "layers")},
         "not_calibrated": list(made.scales.uncalibrated),
         "trivial": made.scales.trivial,

@@ -18,6 +18,17 @@ Stats = Annotated[
         help="What kizami calibrate measured of SRC. Without it: the certificate, and the scales that SRC brings.",
     ),
 ]
+From = Annotated[
+    Path | None,
+    # not --kv-scales: KIZAMI_KV_SCALES is meant for convert
+    option(
+        "--from",
+        panel=MEASURED,
+        metavar="FILE",
+        help="Write these in another --format, and hold them to what is known, instead of choosing: a file of "
+        "kv-scales, or a .safetensors of k_scale and v_scale.",
+    ),
+]
 PerHead = Annotated[
     bool,
     option("--per-head", panel=MEASURED, flag=True, help="A scale for each KV head (vLLM's attn_head); not for MLA."),

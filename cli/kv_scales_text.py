@@ -35,7 +35,7 @@ def show_kv_scales(ui: Ui, made: "Assessment", body: dict[str, Any]) -> None:
     if body["kv_cache_scheme"] is not None:
         ui.heading("kv_cache_scheme, for the quantization_config beside the tensors")
         ui.say(json.dumps(body["kv_cache_scheme"]))
-    ui.warn(_warnings(made))
+    ui.warn([*_warnings(made), *_one_number(made, body)])
     ui.fail(_failures(made, body), shown=3)
     ui.result(_last(made, body))
 
@@ -137,6 +137,16 @@ def _warnings(made: "Assessment") -> list[str]:
         if finding.severity == "flag"
     ]
     return found + flagged
+
+
+def _one_number(made: "Assessment", body: dict[str, Any]) -> list[str]:
+    """SGLang's file has one number per layer (model_loader/weight_utils.py `QuantParamSchema`)."""
+    if body["format"] != "sglang" or body["refused"] is not None:
+        return []
+    layers = [layer.scales.layer for layer in made.layers if len(set(layer.scales.values)) > 1]
+    if not layers:
+        return []
+    return [f"SGLang's file has one number per layer: the larger of K's and V's is written of layers {_ranges(layers)}"]
 
 
 def _failures(made: "Assessment", body: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
-from kizami.cli.kv_options import ForceKvScales, KvScalesFile, kv_asked, kv_body
+from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked, kv_body
 from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError
@@ -68,11 +68,12 @@ def plan(
         group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
     policy = o.policy_from(context, told, ui)
+    check_force(context, kv_scales, force_kv_scales)
     how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
     checkpoint = open_source(src)
     target = None if output is None else Target.checked(output, checkpoint.root)
     recipe_file = None if write_recipe is None else Target.checked(str(write_recipe), checkpoint.root)
-    kv = kv_asked(context, kv_scales, force_kv_scales)
+    kv = kv_asked(kv_scales, force_kv_scales, checkpoint)
     made = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
     body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics))
     if target is not None:

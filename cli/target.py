@@ -5,8 +5,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from kizami.formats.checkpoint import CONFIG_NAME
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error, kind_of
+from kizami.formats.index import INDEX_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,19 @@ def _standard(real: Path) -> int | None:
 
 
 def _weights_beside(place: Path) -> str | None:
-    """A sign that the folder is another checkpoint: the source of this OUT, the output of this SRC."""
+    """A sign that the folder is another checkpoint: the source of this OUT, the output of this SRC. Tensors alone are
+    none: a file of KV scales may lie anywhere."""
     if place.parent.name == "blobs" and place.parent.parent.name.startswith("models--"):
         return "the blobs of the Hub cache"
     try:
-        names = sorted(entry.name for entry in os.scandir(place.parent))
+        names = sorted(os.listdir(place.parent))
     except OSError:
         return None
-    return next((name for name in names if name == "kizami.json" or name.endswith(".safetensors")), None)
+    if "kizami.json" in names:
+        return "kizami.json"
+    if not {CONFIG_NAME, INDEX_NAME} & {*names}:
+        return None
+    return next((name for name in names if name.endswith(".safetensors")), None)
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

@@ -54,8 +54,8 @@ def verify(
     second, independent implementation and held against the source. Exit code 1 if anything is wrong.
     """
     from kizami.cli.source import finished_output, open_source
-    from kizami.formats.kv_scales.neutral import KvScales
     from kizami.formats.statistics import Statistics
+    from kizami.quantize.verification.kv_scales import read_held
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     for name, value in (("sample", sample), ("stats", stats)):
@@ -64,13 +64,14 @@ def verify(
             raise KizamiError(f"{given} without --against: nothing is compared", code="usage", hint="add --against SRC")
     folder = finished_output(out)
     source = None if against is None else open_source(against)
+    scales = None if kv_scales is None else read_held(kv_scales, folder)
     statistics = None if stats is None else Statistics.open(stats)
     found = run_verify(
         ui,
         folder,
         source,
         statistics=statistics,
-        kv_scales=None if kv_scales is None else KvScales.read(kv_scales),
+        kv_scales=scales,
         sample=sample,
         max_rel_error=max_rel_error,
         workers=workers,

@@ -41,6 +41,16 @@ def run_check(ran: Ran, facts: dict[str, Any]) -> None:
 
 
 @check
+def kv_scale_tensors(ran: Ran, values: dict[str, float]) -> None:
+    """F32, one number each, to the bit, under the names that the class's loader takes."""
+    found = {name: ran.out.array(name) for name in ran.out.entries if name.endswith(("k_scale", "v_scale"))}
+    assert {ran.out.dtype(name) for name in found} == {"F32"}
+    assert {array.size for array in found.values()} == {1}
+    plain = {re.sub(r"\.[kv]_proj\.", ".", name): float(array.item()) for name, array in found.items()}
+    assert plain == values
+
+
+@check
 def packed_words(ran: Ran, tensor: str, shape: list[int] | None = None, **facts: Any) -> None:
     words = ran.out.array(tensor)
     assert ran.out.dtype(tensor) == "I32"
@@ -180,6 +190,12 @@ def _at(config: Any, path: list[str]) -> Any:
 @check
 def config_equals(ran: Ran, path: list[str], value: Any) -> None:
     assert _at(ran.out.config, path) == value
+
+
+@check
+def config_contains(ran: Ran, path: list[str], value: dict[str, Any]) -> None:
+    """Those keys and values; others may stand beside them."""
+    assert _at(ran.out.config, path).items() >= value.items()
 
 
 @check

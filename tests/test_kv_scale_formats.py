@@ -77,7 +77,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads of a latent": lambda b: b.update(attention="mla"),
     "a latent per head": lambda b: b.update(attention="mla", kv_heads=0, granularity="attn_head"),
     "a short hash": lambda b: b.update(config_sha256="abc"),
-    "no hash": lambda b: b.update(config_sha256=None),
+    "a hash that is a number": lambda b: b.update(config_sha256=0),
     "capital hash": lambda b: b.update(statistics_sha256="A" * 64),
     "no layers": lambda b: b.update(layers=[]),
     "layers by name": lambda b: b.update(layers={"0": {}}),

@@ -45,7 +45,9 @@ class Rounder:
         self._layout = Layout.BF16 if layer in variant.skip else variant.layout
         self._parts, self._seen = parts, seen
         scales = variant.scales.layers[layer] if variant.scales is not None else None
-        self._scales = ((1.0,), (1.0,)) if scales is None else (scales.k, scales.v)
+        self._scales = (
+            ((1.0,), (1.0,)) if scales is None else (scales.k, scales.k if parts[0] == "latent" else scales.v)
+        )
 
     def __call__(self, first: torch.Tensor, second: torch.Tensor) -> Rows:
         return self._round(0, first), self._round(1, second)

@@ -45,15 +45,15 @@ class LayerScales:
 @dataclass(frozen=True, slots=True)
 class KvScales:
     """model_type: of the text config where there is one, which is what engines compare. kv_heads: 0 for a latent.
-    config_sha256, statistics_sha256: of the source and of STATS. layers: 0 to num_hidden_layers - 1, in order; MTP
-    layers have none (no engine's file has a place for them)."""
+    config_sha256, statistics_sha256: of the source and of STATS; None where nothing says it. layers: 0 to
+    num_hidden_layers - 1, in order; MTP layers have none (no engine's file has a place for them)."""
 
     model_type: str
     architecture: str
     attention: AttentionKind
     kv_heads: int
     granularity: Granularity
-    config_sha256: str
+    config_sha256: str | None
     statistics_sha256: str | None
     layers: tuple[LayerScales, ...]
 
@@ -153,7 +153,7 @@ def _decode(body: Mapping[str, Any], file: str) -> KvScales:
     if not is_gqa and body["granularity"] != "tensor":
         raise _bad("granularity", body["granularity"], "tensor, for a latent", file)
     for key in ("config_sha256", "statistics_sha256"):
-        if not (_is_sha256(body[key]) or (body[key] is None and key == "statistics_sha256")):
+        if body[key] is not None and not is_sha256(body[key]):
             raise _bad(key, body[key], "a SHA-256 of 64 hexadecimal digits", file)
     layers = body["layers"]
     if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
@@ -182,7 +182,7 @@ def _decode_layer(at: int, layer: Any, count: int, is_gqa: bool, file: str) -> L
     if layer["source"] not in get_args(Source):
         raise _bad(f"{where}.source", layer["source"], ", ".join(get_args(Source)), file)
     k, v = (_scales(layer[key], f"{where}.{key}", count, file) for key in ("k", "v"))
-    if not is_gqa and k != v:
+    if not is_gqa and k != v and layer["source"] != "carried over":  # what others wrote is only ever forced
         raise _bad(f"{where}.v", list(v), f"{list(k)}: K and V of a latent are one row", file)
     if layer["source"] == "not calibrated" and set(k + v) != {1.0}:
         raise _bad(f"{where}.k, v", [*k, *v], "1.0, for a layer that is not calibrated", file)
@@ -207,7 +207,7 @@ def _is_line(text: object) -> bool:
     return isinstance(text, str) and len(text) <= 1000
 
 
-def _is_sha256(text: object) -> bool:
+def is_sha256(text: object) -> bool:
     return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 

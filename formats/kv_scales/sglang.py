@@ -12,9 +12,10 @@ from kizami.formats.kv_scales.effects import json_refusal
 from kizami.formats.kv_scales.neutral import DTYPE, KvScales, float32_scale
 
 
-def sglang_file(scales: KvScales, tp: int) -> dict[str, Any]:
-    """The larger of K and V of each layer, for `tp` ranks. KizamiError "no_kv_json" for a class that cannot read it."""
-    if (why := json_refusal(scales.architecture)) is not None:
+def sglang_file(scales: KvScales, tp: int, *, force: bool = False) -> dict[str, Any]:
+    """The larger of K and V of each layer, for `tp` ranks. KizamiError "no_kv_json" for a class that cannot read it,
+    unless forced."""
+    if not force and (why := json_refusal(scales.architecture)) is not None:
         raise KizamiError(
             f"{printable(why)}; it has no use for this file",
             code="no_kv_json",

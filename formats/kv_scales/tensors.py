@@ -50,7 +50,8 @@ def encode_tensors(scales: KvScales, prefix: str = LAYERS) -> bytes:
     tensors = scale_tensors(scales, prefix)
     specs = [TensorSpec(name, "F32", array.shape) for name, array in tensors.items()]
     scheme = json.dumps(kv_cache_scheme(scales))
-    header = encode_header(specs, {**PT_METADATA, "kv_cache_scheme": scheme, "config_sha256": scales.config_sha256})
+    made_from = {} if scales.config_sha256 is None else {"config_sha256": scales.config_sha256}
+    header = encode_header(specs, {**PT_METADATA, "kv_cache_scheme": scheme, **made_from})
     return header + b"".join(array.astype("<f4").tobytes() for array in tensors.values())
 
 

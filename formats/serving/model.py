@@ -49,6 +49,14 @@ class ServedModel:
         return self.attention is not Attention.GQA
 
 
+def compared_type(family: Family) -> str:
+    """The model_type that engines compare: of the text config where there is one. KizamiError "bad_config"."""
+    word = family.text_config.get("model_type") or family.name
+    if not isinstance(word, str) or not 0 < len(word) <= 200:
+        raise bad_config("model_type", word, "a word")
+    return word
+
+
 def read_model(config: Mapping[str, Any], family: Family) -> ServedModel:
     """The model that `config` describes. KizamiError "bad_config" for values that no engine could use."""
     text = family.text_config

@@ -1,19 +1,20 @@
 """The KV scales of a checkpoint, and all that is known of its cache's range."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError, printable
-from kizami.formats.families import Family, find_family
+from kizami.formats.families import find_family
 from kizami.formats.fingerprint import config_sha256, sample_contents
 from kizami.formats.foreign import bad_config
 from kizami.formats.kv_scales.neutral import MAX_HEADS, Granularity, KvScales
 from kizami.formats.kv_scales.tensors import find_prefix
-from kizami.formats.serving.model import ServedModel, read_model
+from kizami.formats.serving.model import ServedModel, compared_type, read_model
 from kizami.formats.statistics import KvRange, Statistics
 from kizami.quantize.calibrated.statistics import check_source
 from kizami.quantize.kv_scales.choose import LayerChoice, choose_layer
+from kizami.quantize.kv_scales.merge import check_scales
 from kizami.quantize.kv_scales.read_source import LayerSource, read_layers
 
 
@@ -34,22 +35,36 @@ class Assessment:
         return any(layer.clips for layer in self.layers)
 
 
-def assess(checkpoint: Checkpoint, statistics: Statistics | None, granularity: Granularity) -> Assessment:
-    """KizamiError "stats_mismatch" for STATS of another checkpoint, "bad_option" for scales per head of a latent,
-    "bad_config", "bad_kv_scale", and those of read_layers."""
+def assess(
+    checkpoint: Checkpoint, statistics: Statistics | None, granularity: Granularity, given: KvScales | None = None
+) -> Assessment:
+    """given: scales that are already chosen, to be held to what is known; `granularity` is theirs then.
+
+    KizamiError "stats_mismatch" for STATS of another checkpoint, "kv_scales_mismatch" for scales of another,
+    "bad_option" for scales per head of a latent, "bad_config", "bad_kv_scale", and those of read_layers.
+    """
     family, _ = find_family(checkpoint.config, checkpoint.tensors)
     model = read_model(checkpoint.config, family)
+    if given is not None:
+        check_scales(checkpoint, family, given)
+        granularity = given.granularity
     _check_model(model, granularity)
     if statistics is not None:
         check_source(statistics, checkpoint, sample_contents(checkpoint))
         _check_layers(statistics, model)
     sources = read_layers(checkpoint, family, model)
     layers = tuple(
-        choose_layer(source, _ranges(statistics, source.layer), model, granularity)
+        choose_layer(
+            source,
+            _ranges(statistics, source.layer),
+            model,
+            granularity,
+            None if given is None else given.layers[source.layer],
+        )
         for source in sources
         if not source.in_mtp
     )
-    scales = KvScales(
+    scales = given or KvScales(
         model_type=compared_type(family),
         architecture=model.architecture,
         attention=model.attention.value,
@@ -57,18 +72,11 @@ def assess(checkpoint: Checkpoint, statistics: Statistics | None, granularity: G
         granularity=granularity,
         config_sha256=config_sha256(checkpoint),
         statistics_sha256=None if statistics is None else statistics.sha256,
-        layers=tuple(layer.scales for layer in layers),
+        layers=(),
     )
+    scales = replace(scales, layers=tuple(layer.scales for layer in layers))
     mtp = tuple(source for source in sources if source.in_mtp)
     return Assessment(model, scales, layers, mtp, find_prefix(checkpoint.tensors))
-
-
-def compared_type(family: Family) -> str:
-    """The model_type that engines compare: of the text config where there is one. KizamiError "bad_config"."""
-    word = family.text_config.get("model_type") or family.name
-    if not isinstance(word, str) or not 0 < len(word) <= 200:
-        raise bad_config("model_type", word, "a word")
-    return word
 
 
 def _check_model(model: ServedModel, granularity: Granularity) -> None:

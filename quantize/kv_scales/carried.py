@@ -1,13 +1,16 @@
-"""KV scales that a source brings, as numbers: an engine takes 0 and -1 for 1.0 without a word, and NaN ruins every
-token (SGLang 0.5.23 layers/quantization/kv_cache.py)."""
+"""KV scales that a source or a file of tensors brings, as numbers: an engine takes 0 and -1 for 1.0 without a word, and
+NaN ruins every token (SGLang 0.5.23 layers/quantization/kv_cache.py)."""
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kizami.formats.errors import KizamiError
+from kizami.formats.errors import KizamiError, printable
 from kizami.formats.kv_scales.neutral import float32_scale
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.unpack import as_float32
@@ -16,7 +19,20 @@ from kizami.quantize.unpack import as_float32
 K_NAMES = re.compile(r"(.*\.)?k_scale|(.*\.)?k_proj\.output_scale")
 V_NAMES = re.compile(r"(.*\.)?v_scale|(.*\.)?v_proj\.output_scale")
 BOTH_NAMES = re.compile(r"(.*\.)?kv_scale")
+Read = Callable[[TensorInfo], NDArray[np.uint8]]
 FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Scales that the source brings, one or one per KV head."""
+
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+
+    @property
+    def is_unity(self) -> bool:
+        return set(self.k + self.v) == {1.0}
 
 
 def is_kv_scale(name: str) -> bool:
@@ -27,6 +43,43 @@ def floats(info: TensorInfo, raw: NDArray[np.uint8]) -> NDArray[np.float64]:
     """The numbers of a tensor of FLOATS, from its bytes."""
     values: NDArray[Any] = raw.view(FLOATS[info.dtype])
     return (as_float32(values) if info.dtype == "BF16" else values).astype(np.float64)
+
+
+def layer_scales(names: Mapping[str, TensorInfo], heads: int, read: Read) -> Carried | None:
+    """Of one layer, by what follows `self_attn.`. heads: KV heads, 0 for a latent. None without any.
+
+    KizamiError "bad_kv_scale" for two names that differ, another number of scales, and as `scale_values`.
+    """
+
+    def find(form: re.Pattern[str]) -> tuple[float, ...] | None:
+        found = {info.name: _counted(info, heads, read) for rest, info in sorted(names.items()) if form.fullmatch(rest)}
+        if len(set(found.values())) > 1:
+            (first, one), (name, other) = list(found.items())[:2]
+            info = next(info for info in names.values() if info.name == name)
+            raise bad_scale(info, f"is {other[0]:g}, and {printable(first, 200)} is {one[0]:g}")
+        return next(iter(found.values()), None)
+
+    k, v, both = find(K_NAMES), find(V_NAMES), find(BOTH_NAMES)
+    if k is None and v is None:
+        k = v = both
+    if k is None or v is None:
+        k = v = k or v  # one of the two: engines use it for both
+    return None if k is None or v is None else Carried(k, v)
+
+
+def _counted(info: TensorInfo, heads: int, read: Read) -> tuple[float, ...]:
+    counts = {1, heads} if heads else {1}
+    if info.dtype not in FLOATS or prod(info.shape) not in counts:
+        expected = " or ".join(str(count) for count in sorted(counts))
+        raise bad_scale(info, f"is {info.dtype} {list(info.shape)}, expected {expected} floats")
+    return scale_values(info, read(info))
+
+
+def spread(values: tuple[float, ...], heads: int) -> tuple[float, ...]:
+    """One of several: the largest, which clips nowhere; several of one: the same for each head."""
+    if len(values) == heads:
+        return values
+    return (max(values),) * heads
 
 
 def scale_values(info: TensorInfo, raw: NDArray[np.uint8]) -> tuple[float, ...]:

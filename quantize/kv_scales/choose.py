@@ -5,15 +5,16 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kizami.formats.errors import KizamiError, printable
-from kizami.formats.kv_scales.neutral import Granularity, LayerScales
+from kizami.formats.kv_scales.neutral import MAX_FINDINGS, Granularity, LayerScales
 from kizami.formats.serving.model import ServedModel
 from kizami.formats.statistics import KvRange, layer_file
+from kizami.quantize.kv_scales.carried import Carried, spread
 from kizami.quantize.kv_scales.certificate import Bound
-from kizami.quantize.kv_scales.read_source import Carried, LayerSource
+from kizami.quantize.kv_scales.read_source import LayerSource
 from kizami.quantize.kv_scales.rule import (
     E4M3_MAX,
     HEADROOM,
@@ -58,44 +59,55 @@ class LayerChoice:
     @property
     def headroom(self) -> float | None:
         """How many times larger than what was measured, or than the bound where nothing was, values may become."""
-        room = [E4M3_MAX * self._scale(name) / window.amax for name, window in self.windows.items()]
+        room = [E4M3_MAX * scale_of(self.scales, name) / window.amax for name, window in self.windows.items()]
         if not room and self.bound is not None:
-            room = [E4M3_MAX * self._scale(bound.what) / bound.value for bound in self.bounds if bound.value]
+            room = [E4M3_MAX * scale_of(self.scales, bound.what) / bound.value for bound in self.bounds if bound.value]
         return min(room, default=None)
-
-    def _scale(self, name: str) -> float:
-        """Of `v`, `k[1]`, `latent`..."""
-        part, _, head = name.partition("[")
-        values = self.scales.v if part == "v" else self.scales.k
-        return values[int(head.rstrip("]"))] if head else min(values)
 
     @property
     def clips(self) -> bool:
         return any(finding.severity == "clips" for finding in self.findings)
 
 
+def scale_of(scales: LayerScales, name: str) -> float:
+    """Of `v`, `k[1]`, `latent`..."""
+    part, _, head = name.partition("[")
+    values = scales.v if part == "v" else scales.k
+    return values[int(head.rstrip("]"))] if head else min(values)
+
+
 def choose_layer(
-    source: LayerSource, kv: Mapping[str, KvRange] | None, model: ServedModel, granularity: Granularity
+    source: LayerSource,
+    kv: Mapping[str, KvRange] | None,
+    model: ServedModel,
+    granularity: Granularity,
+    given: LayerScales | None = None,
 ) -> LayerChoice:
-    """kv: of STATS; None without one. KizamiError "stats_mismatch" for ranges of another attention."""
+    """kv: of STATS; None without one. given: scales that are already chosen; they stay, and what is known of the layer
+    is held to them. KizamiError "stats_mismatch" for ranges of another attention."""
     heads = model.kv_heads if granularity == "attn_head" else 1
     windows, findings = _windows(source.layer, kv or {}, model, heads)
     measured = _measured(windows, model, heads)
     proved = _is_proved(source.bounds, windows, findings)
     carried = source.carried
     ones = (1.0,) * heads
-    if proved and (model.is_mla or measured is None or _are_ones(measured)):
+    if given is not None:
+        scales = given
+    elif proved and (model.is_mla or measured is None or _are_ones(measured)):
         scales = LayerScales(source.layer, ones, ones, "certificate")
     elif measured is not None:
         scales = LayerScales(source.layer, *measured, "calibrated")
     elif carried is not None and not carried.is_unity:
-        scales = LayerScales(source.layer, _spread(carried.k, heads), _spread(carried.v, heads), "carried over")
+        scales = LayerScales(source.layer, spread(carried.k, heads), spread(carried.v, heads), "carried over")
     else:
         scales = LayerScales(source.layer, ones, ones, "not calibrated")
     findings += _of_choice(scales, windows, proved, model)
-    findings += _of_carried(carried, scales, windows, heads)
+    if given is None:
+        findings += _of_carried(carried, scales, windows, heads)
+    elif not model.is_mla:
+        findings += _of_given(given, windows)
     texts = tuple(finding.text for finding in findings if finding.severity != "note")
-    final = LayerScales(scales.layer, scales.k, scales.v, scales.source, texts)
+    final = replace(scales, findings=tuple(dict.fromkeys((*scales.findings, *texts)))[:MAX_FINDINGS])
     return LayerChoice(final, source.bounds, windows, tuple(findings))
 
 
@@ -227,15 +239,15 @@ def _of_carried(
         seen = max((w.amax for name, w in windows.items() if name.split("[")[0] in (part, "latent", "k_pe")), default=0)
         if seen > E4M3_MAX * max(own):
             yield KvFinding("flag", f"{part}: {seen:.4g} was measured; the source's scale {max(own):.4g} clips it")
-    if scales.source in ("certificate", "calibrated") and _spread(carried.k, heads) != scales.k:
+    if scales.source in ("certificate", "calibrated") and spread(carried.k, heads) != scales.k:
         yield KvFinding("note", f"the source's k_scale {max(carried.k):.4g} gives way to {max(scales.k):.4g}")
 
 
-def _spread(values: tuple[float, ...], heads: int) -> tuple[float, ...]:
-    """One of several: the largest, which clips nowhere; several of one: the same for each head."""
-    if len(values) == heads:
-        return values
-    return (max(values),) * heads
+def _of_given(given: LayerScales, windows: Mapping[str, Window]) -> Iterator[KvFinding]:
+    for name, window in windows.items():
+        scale = scale_of(given, name)
+        if window.amax > E4M3_MAX * scale:
+            yield KvFinding("clips", f"{name}: {window.amax:.4g} was measured; at scale {scale:.4g} it is clipped")
 
 
 def _are_ones(scales: tuple[tuple[float, ...], tuple[float, ...]]) -> bool:

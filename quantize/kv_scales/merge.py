@@ -79,9 +79,9 @@ def merge_scales(
 
 
 def check_scales(checkpoint: Checkpoint, family: Family, scales: KvScales) -> None:
-    """KizamiError unless they were made from this config, and for each of its layers and KV heads."""
+    """KizamiError unless they were made from this config, as far as they say it, for all its layers and KV heads."""
     ours, model = config_sha256(checkpoint), read_model(checkpoint.config, family)
-    if scales.config_sha256 != ours:
+    if scales.config_sha256 not in (ours, None):
         raise _mismatch(
             f"the KV scales were made from another checkpoint: config.json {scales.config_sha256[:SHA_SHOWN]}... then, "
             f"{ours[:SHA_SHOWN]}... now"

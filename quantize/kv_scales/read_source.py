@@ -3,7 +3,6 @@
 A few MB per layer are read, a matrix at a time; never a whole shard.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,7 +20,7 @@ from kizami.formats.serving.model import ServedModel
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.decode import float32_weight
-from kizami.quantize.kv_scales.carried import BOTH_NAMES, FLOATS, K_NAMES, V_NAMES, bad_scale, floats, scale_values
+from kizami.quantize.kv_scales.carried import FLOATS, Carried, floats, layer_scales
 from kizami.quantize.kv_scales.certificate import (
     F64,
     Bound,
@@ -44,18 +43,6 @@ MAX_WEIGHTS = 1 << 28  # of one matrix: the largest known K projection has 2^23
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """Scales that the source brings, one or one per KV head."""
-
-    k: tuple[float, ...]
-    v: tuple[float, ...]
-
-    @property
-    def is_unity(self) -> bool:
-        return set(self.k + self.v) == {1.0}
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSource:
     """bounds: latent and k_pe, or k and v."""
 
@@ -73,7 +60,7 @@ def read_layers(checkpoint: Checkpoint, family: Family, model: ServedModel) -> t
     tensors, _ = split_fused_experts(checkpoint.config, checkpoint.tensors)
     whole = replace(checkpoint, tensors=tensors)
     dialect = find_encoded_weights(whole.config, tensors)
-    modules = _modules(family, tensors)
+    modules = attention_names(family, tensors)
     layers = (*range(model.layers), *(layer for layer in family.mtp_layers if layer >= model.layers))
     with TensorReader(whole) as reader:
         source = _Source(family, model, dialect, reader, tensors)
@@ -88,7 +75,7 @@ def read_layers(checkpoint: Checkpoint, family: Family, model: ServedModel) -> t
         )
 
 
-def _modules(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, str]]:
+def attention_names(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, str]]:
     """Layer -> what follows `layers.N.`, `self_attn.` cut off -> the tensor's whole name."""
     found: dict[int, dict[str, str]] = {}
     for name in tensors:
@@ -223,26 +210,8 @@ class _Source:
         return values if np.isfinite(values).all() else f"{rest} has numbers that are not finite"
 
     def carried(self, names: Mapping[str, str]) -> Carried | None:
-        k, v, both = (self._scale(names, form) for form in (K_NAMES, V_NAMES, BOTH_NAMES))
-        if k is None and v is None:
-            k = v = both
-        if k is None or v is None:
-            k = v = k or v  # one of the two: engines use it for both
-        return None if k is None or v is None else Carried(k, v)
-
-    def _scale(self, names: Mapping[str, str], form: re.Pattern[str]) -> tuple[float, ...] | None:
-        found = {name: self._values(self.tensors[name]) for rest, name in sorted(names.items()) if form.fullmatch(rest)}
-        if len(set(found.values())) > 1:
-            (first, one), (name, other) = list(found.items())[:2]
-            raise bad_scale(self.tensors[name], f"is {other[0]:g}, and {printable(first, 200)} is {one[0]:g}")
-        return next(iter(found.values()), None)
-
-    def _values(self, info: TensorInfo) -> tuple[float, ...]:
-        counts = {1, self.model.kv_heads} if self.model.kv_heads else {1}
-        if info.dtype not in FLOATS or prod(info.shape) not in counts:
-            expected = " or ".join(str(count) for count in sorted(counts))
-            raise bad_scale(info, f"is {info.dtype} {list(info.shape)}, expected {expected} floats")
-        return scale_values(info, self.reader.read(info))
+        infos = {rest: self.tensors[name] for rest, name in names.items()}
+        return layer_scales(infos, self.model.kv_heads, self.reader.read)
 
 
 ROPE_UNKNOWN = "whether this rope type scales cos and sin is not known"

@@ -2,6 +2,8 @@
 tensors. No source is needed."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.kv_scales.carried import FLOATS, floats, is_kv_scale
 from kizami.quantize.kv_scales.merge import tensors_of
-from kizami.quantize.manifest import CONFIG, MANIFEST, kv_scales_of
+from kizami.quantize.kv_scales.scale_file import is_tensor_file, read_kv_scales
+from kizami.quantize.manifest import CONFIG, MANIFEST, kv_scales_of, read_manifest
 from kizami.quantize.verification.files import Problem
 
 MAX_SCALE_BYTES = 1 << 16  # one per head at most, in F64
@@ -36,6 +39,22 @@ def check_kv_scales(
     if held is not None and (recorded is None or recorded != held):
         problems.append(Problem("other_kv_scales", _difference(recorded, held), MANIFEST))
     return problems, notes
+
+
+def read_held(file: Path, out: Path) -> KvScales:
+    """The scales in `file`, for `check_kv_scales`. A file of tensors says numbers; the rest is as OUT records it."""
+    if not is_tensor_file(file):
+        return KvScales.read(file)
+    held, recorded = read_kv_scales(file, Checkpoint.open(out)), kv_scales_of(read_manifest(out))
+    if recorded is None or len(recorded.layers) != len(held.layers):
+        return held
+    layers = zip(recorded.layers, held.layers, strict=True)
+    return replace(
+        held,
+        config_sha256=recorded.config_sha256,
+        statistics_sha256=recorded.statistics_sha256,
+        layers=tuple(replace(ours, k=theirs.k, v=theirs.v) for ours, theirs in layers),
+    )
 
 
 def check_foreign_kv_scales(checkpoint: Checkpoint) -> tuple[list[Problem], list[str]]:
