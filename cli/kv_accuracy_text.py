@@ -49,7 +49,9 @@ class Watch:
                 errors = ", ".join(f"{error:.4f}" for error in event.local)
                 found = f"  local error {errors}" if errors else ""
                 where = f"layer {event.layer} ({event.layer + 1} of {self._layers})"
-                self._ui.progress(f"{where}{found}  {duration(now - self._began)}")
+                took, left = now - self._began, self._layers - event.layer - 1
+                to_go = f", about {duration(left * took)} for the rest" if left else ""
+                self._ui.progress(f"{where}{found}  {duration(took)}{to_go}")
                 self._began = now
             case Progress():
                 if event.layer == self._layers and not self._bands:
@@ -142,7 +144,7 @@ def problems_of(body: Body, max_kl: float | None, min_top1: float | None, *, ski
     """What does not meet the thresholds, in words. skip: hold them to the variants with skipped layers."""
     problems = []
     for variant in body["variants"]:
-        judged = variant["with_skip"] if skip and variant["with_skip"] is not None else variant
+        judged = _judged(variant, skip=skip)
         everything = {**judged["all"], "what": "all positions"}
         for one in (everything, *({**at, "what": _range(at)} for at in judged["positions"])):
             where = f"{variant['name']}, {one['what']}"
@@ -153,6 +155,12 @@ def problems_of(body: Body, max_kl: float | None, min_top1: float | None, *, ski
             if min_top1 is not None and one["tokens"] and one["top1"] < min_top1:
                 problems.append(f"{where}: top-1 agreement {one['top1']:.4f}, expected at least {min_top1:g}")
     return problems
+
+
+def _judged(variant: Body, *, skip: bool) -> Body:
+    """skip: whether layers to skip were named, and with them what counts."""
+    judged: Body = variant["with_skip"] if skip and variant["with_skip"] is not None else variant
+    return judged
 
 
 # ------------------------------------------------------------------------------------------------------------- people
@@ -179,11 +187,15 @@ def show_kv_accuracy(ui: Ui, body: Body) -> None:
     for note in body["notes"]:
         ui.prose(f"note: {note}")
     ui.fail(body["problems"], 5)
-    worst = max(body["variants"], key=lambda variant: variant["all"]["kl_mean"])
-    ui.result(
-        f"largest mean KL {worst['all']['kl_mean']:.3g} nats, top-1 agreement {worst['all']['top1']:.2%} "
-        f"({worst['name']}), {duration(body['seconds'])}"
-    )
+    ui.result(f"{_last(body)}, {duration(body['seconds'])}")
+
+
+def _last(body: Body) -> str:
+    skip = isinstance(body["skip"], list)
+    worst = max(body["variants"], key=lambda variant: _judged(variant, skip=skip)["all"]["kl_mean"])
+    name, found = worst["name"], _judged(worst, skip=skip)["all"]
+    name += f", {_skipped(worst)} in BF16" if skip and worst["with_skip"] is not None else ""
+    return f"largest mean KL {found['kl_mean']:.3g} nats, top-1 agreement {found['top1']:.2%} ({name})"
 
 
 def _line(name: str, at: Body, where: str = "") -> tuple[str, ...]:

@@ -51,10 +51,11 @@ def kv_scales(
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     _check_options(context, kv_format, tp)
+    _check_name(output, kv_format)
     if per_head and given is not None:
         raise KizamiError("--per-head beside --from, whose FILE says how many there are", code="bad_option")
     checkpoint = open_source(src)
-    target = None if output is None else Target.checked(_new(output, kv_format), checkpoint.root)
+    target = None if output is None else Target.checked(output, checkpoint.root)
     made = assess(
         checkpoint,
         None if stats is None else Statistics.open(stats),
@@ -84,13 +85,16 @@ def _check_options(context: typer.Context, kv_format: str, tp: int | None) -> No
         raise KizamiError(f"--tp without --format sglang; {kv_format} is the same for any", code="usage")
 
 
-def _new(output: str, kv_format: str) -> str:
-    """FILE; an existing one that holds weights stays as it is."""
-    if kv_format == "checkpoint" and os.path.isfile(output):
-        raise KizamiError(
-            "exists, and a file of tensors is never replaced", code="bad_file", file=output, hint="remove it first"
-        )
-    return output
+def _check_name(output: str | None, kv_format: str) -> None:
+    """--kv-scales and --from tell tensors from JSON by the name."""
+    if output is None or (os.path.exists(output) and not os.path.isfile(output)):  # a pipe has any name
+        return
+    from kizami.formats.kv_scales.neutral import SUFFIX
+
+    has_tensors = kv_format == "checkpoint"
+    if output.endswith(SUFFIX) != has_tensors:
+        expected = f"a name that ends in {SUFFIX}" if has_tensors else "another name: what is written is JSON"
+        raise KizamiError(f"expected {expected}", code="bad_file", file=output)
 
 
 def _encode(made: "Assessment", kv_format: str, tp: int | None, *, force: bool) -> bytes:

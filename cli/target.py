@@ -62,6 +62,8 @@ class Target:
                 raise self._refused(f"lies in {self.checkpoint}, which is only read", "write it elsewhere")
             if (mode is None or stat.S_ISREG(mode)) and (found := _weights_beside(place)) is not None:
                 raise self._refused(f"would lie beside {found}, in a checkpoint", "write it elsewhere")
+        if mode is not None and stat.S_ISREG(mode) and ".safetensors" in (real.suffix, path.suffix):
+            raise self._refused("exists, and a file of tensors is never replaced", "remove it first")
         if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
             raise self._refused(f"is {kind_of(mode)}, expected the name of a file")
         return real, mode

@@ -194,7 +194,7 @@ def show_verify(ui: Ui, out: Path, found: "Verification", sampled_from: int | No
             continue
         ui.say(f"checked {what}: {count:,}{UNITS.get(what, '')}")
     for what in found.skipped:
-        ui.note(f"not checked, because files differ: {what}")
+        ui.note(f"not checked after these problems: {what}")
     for note in found.notes:
         ui.note(f"note: {note}")
     over = [f"{problem.tensor}: {problem.message}" for problem in found.problems if problem.code == "max_rel_error"]

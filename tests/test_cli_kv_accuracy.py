@@ -76,6 +76,7 @@ def test_the_summary_has_positions_layers_and_what_skipping_buys(run: Measure) -
     assert "2 of 5 layers in BF16 (vLLM: --kv-cache-dtype-skip-layers 3 4): mean KL" in done.out
     assert "fp8_ds_mla" not in done.out
     assert lines[-1].startswith("largest mean KL ")
+    assert "(fp8 at 1.0, layers 3, 4 in BF16)" in lines[-1]
     assert done.err.count("layer 0 (1 of 5)") == 2  # two passes
 
 

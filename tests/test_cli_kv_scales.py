@@ -28,6 +28,29 @@ def stats(source: Path, tmp_path: Path) -> Path:
     return write_stats(source, tmp_path / "stats", dict.fromkeys(range(LAYERS), PLAIN))
 
 
+def test_tensors_and_json_are_told_apart_by_their_names(kizami: Run, source: Path, stats: Path, tmp_path: Path) -> None:
+    for name, form in (("kv.safetensors", "json"), ("kv.json", "checkpoint"), ("kv.safetensors", "sglang")):
+        more = ["--tp", 1] if form == "sglang" else []
+        done = kizami("kv-scales", source, "--stats", stats, "--format", form, *more, "-o", tmp_path / name, "--json")
+        assert (done.code, done.json["error"]["code"]) == (2, "bad_file")
+        assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("words", [["report", "OUT"], ["plan", "SRC"], ["kv-scales", "SRC", "--format", "checkpoint"]])
+def test_a_file_of_tensors_is_never_replaced(
+    kizami: Run, source: Path, converted: Path, tmp_path: Path, words: list[str]
+) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(b"tensors")
+    (tmp_path / "link.json").symlink_to(file)
+    places: dict[str, object] = {"OUT": converted, "SRC": source}
+    command = [places.get(word, word) for word in words]
+    for name in ("x.safetensors", "link.json"):
+        done = kizami(*command, "-o", tmp_path / name, "--json")
+        assert (done.code, done.json["error"]["code"]) == (2, "bad_file")
+    assert file.read_bytes() == b"tensors"
+
+
 # ----------------------------------------------------------------------------------------------------- order of trust
 
 

@@ -61,7 +61,7 @@ def test_pages_are_where_the_block_tables_say() -> None:
     cache.append(["a", "b"], [6, 7], [x])
     tables = cache.tables(["b", "a"])
     assert tables.held.tolist() == [2, 2]
-    assert tables.lengths.tolist() == [7, 6]
+    assert tables.tokens.tolist() == [7, 6]
     assert tables.tags is None
     assert sorted(tables.pages.ravel().tolist()) == [1, 2, 3, 4]
     memory = cache.store.bytes_of(0)

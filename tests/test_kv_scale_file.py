@@ -102,6 +102,14 @@ BAD: dict[str, tuple[dict[str, Tensor], str, str, str | None]] = {
     "no float": (GOOD | {V0: f8(np.zeros(1))}, "bad_kv_scale", "is F8_E4M3", V0),
     "three": (GOOD | {V0: f32([1.0, 1.0, 1.0])}, "bad_kv_scale", "is F32 [3], expected 1 or 2 floats", V0),
     "none": (GOOD | {V0: f32([])}, "bad_kv_scale", "is F32 [0], expected 1 or 2 floats", V0),
+    "one for both that differs": (
+        {**GOOD, "model.layers.0.self_attn.kv_scale": f32([4.0])}, "bad_kv_scale", "is 4, and", 
+        "model.layers.0.self_attn.kv_scale",
+    ),
+    "two that differ in number": (
+        GOOD | {"model.layers.0.self_attn.attn.k_scale": f32([0.5, 0.5])}, "bad_kv_scale", "is 0.5, and", K0,
+    ),
+    "too large for a cache": (GOOD | {K1: f32([1e36])}, "bad_kv_scale", "has a KV scale of 1e+36", K1),
     "two that differ": (
         GOOD | {"model.layers.0.self_attn.attn.k_scale": f32([1.0])}, "bad_kv_scale", "is 0.5, and", K0,
     ),
@@ -169,6 +177,7 @@ def test_they_go_into_an_output_and_verify_holds_it_to_them(kizami: Run, source:
     done = kizami("verify", out, "--kv-scales", other)
     assert done.code == 1
     assert "records of layer 1 k [2.0], v [1.0] (carried over); FILE has k [2.0], v [1.5]" in done.err
+    assert "not checked" not in done.err, "OUT itself is right"
 
 
 def test_verify_holds_measured_scales_to_the_numbers_of_a_file(kizami: Run, source: Checkpoint, tmp_path: Path) -> None:
@@ -176,6 +185,9 @@ def test_verify_holds_measured_scales_to_the_numbers_of_a_file(kizami: Run, sour
     measured.write(tmp_path / "kv.json")
     assert kizami("convert", source.root, out, "--kv-scales", tmp_path / "kv.json", "-q").code == 0
     assert kizami("verify", out, "--kv-scales", save(tmp_path, GOOD)).code == 0
+    for theirs, code in ((scales_of(source), 0), (scales_of(source, config_sha256="0" * 64), 1)):
+        (tmp_path / "made.safetensors").write_bytes(encode_tensors(theirs))
+        assert kizami("verify", out, "--kv-scales", tmp_path / "made.safetensors").code == code
 
 
 def test_an_output_without_scales_is_not_held_to_a_file_in_silence(

@@ -277,6 +277,14 @@ def test_the_prefix_of_layers_is_that_of_the_names() -> None:
     names = ["language_model.model.layers.3.self_attn.o_proj.weight", "vision_tower.layers.0.self_attn.q.weight"]
     assert find_prefix(names) == "language_model.model.layers."
     assert find_prefix(["lm_head.weight"]) == "model.layers."
+    towers = [f"speech_encoder.layers.{layer}.self_attn.k_proj.weight" for layer in range(4)]
+    assert find_prefix(towers) == "speech_encoder.layers."
+    assert find_prefix([*towers, "model.layers.0.self_attn.k_proj.weight"]) == "model.layers."
+    with pytest.raises(
+        KizamiError, match=r"under speech_encoder\.layers\., thinker\.layers\.: which of them"
+    ) as refused:
+        find_prefix([*towers, "thinker.layers.0.self_attn.k_proj.weight"])
+    assert refused.value.code == "kv_scales_unplaced"
 
 
 # ----------------------------------------------------------------------------------------------------------- effects

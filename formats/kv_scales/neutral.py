@@ -13,6 +13,7 @@ from kizami.formats.strict_json import dump_json, read_json_object
 from kizami.formats.writer import write_file_durably
 
 SCHEMA = "kizami.kv-scales/1"
+SUFFIX = ".safetensors"  # a FILE without it is JSON
 MAX_BYTES = 8 << 20  # 100 layers of 128 heads, K and V, take 700 kB
 MAX_LAYERS = 10_000
 MAX_HEADS = 4096
@@ -23,7 +24,8 @@ Source = Literal["certificate", "calibrated", "carried over", "not calibrated"]
 Granularity = Literal["tensor", "attn_head"]
 AttentionKind = Literal["mla", "dsa", "gqa"]
 
-_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+# float32 has a normal number for the scale, and a finite one for the largest code times it
+_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max) / 448
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class KvScales:
 
 def float32_scale(value: object) -> float | None:
     """`value` as engines will hold it, or None: not a number, NaN, infinite, zero, negative, or so small or large that
-    float32 has no normal number for it."""
+    float32 has no normal number for it, or none for the cache's values."""
     if type(value) not in (int, float):
         return None
     try:

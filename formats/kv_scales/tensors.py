@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kizami.formats.errors import KizamiError, printable
 from kizami.formats.header import encode_header
 from kizami.formats.kv_scales.effects import NOT_REMAPPED
 from kizami.formats.kv_scales.neutral import KvScales
@@ -22,6 +23,8 @@ KV_CACHE_SCHEME: dict[str, Any] = {
     "dynamic": False,
 }
 LAYERS = "model.layers."
+# Where transformers' classes have the layers of their language model; the first that is there counts.
+LANGUAGE_MODELS = (LAYERS, "language_model.model.layers.", "model.language_model.layers.", "language_model.layers.")
 
 
 def kv_cache_scheme(scales: KvScales) -> dict[str, Any]:
@@ -69,11 +72,24 @@ def _names(scales: KvScales) -> tuple[str, str]:
 
 
 def find_prefix(names: Iterable[str]) -> str:
-    """`model.layers.`, `language_model.model.layers.`: what stands before the number of a layer with attention."""
-    found: dict[str, int] = {}
-    for name in names:
-        head, marked, _ = name.partition(".self_attn.")
-        front, layers, number = head.rpartition("layers.")
-        if marked and layers and number.isdigit() and "vision" not in front and "visual" not in front:
-            found[front + layers] = found.get(front + layers, 0) + 1
-    return max(found, key=lambda prefix: (found[prefix], prefix), default=LAYERS)
+    """`model.layers.`, `language_model.model.layers.`: what stands before the number of a layer of the language model.
+
+    KizamiError "kv_scales_unplaced" where several towers have layers with attention, and none has a known name.
+    """
+    found = {prefix for name in names if (prefix := _prefix(name)) is not None}
+    known = [prefix for prefix in LANGUAGE_MODELS if prefix in found]
+    if known or len(found) <= 1:
+        return next(iter(known or found), LAYERS)
+    raise KizamiError(
+        f"attention lies under {', '.join(printable(prefix, 60) for prefix in sorted(found)[:4])}: "
+        "which of them is the language model is not known",
+        code="kv_scales_unplaced",
+        hint="kizami knows " + ", ".join(LANGUAGE_MODELS),
+    )
+
+
+def _prefix(name: str) -> str | None:
+    head, marked, _ = name.partition(".self_attn.")
+    front, layers, number = head.rpartition("layers.")
+    is_text = marked and layers and number.isdigit() and "vision" not in front and "visual" not in front
+    return front + layers if is_text else None

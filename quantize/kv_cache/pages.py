@@ -44,12 +44,12 @@ class PageHooks(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Of R requests: pages int32 [R, P], rows end in page 0; held int32 [R], the pages of each; lengths int32 [R], its
+    """Of R requests: pages int32 [R, P], rows end in page 0; held int32 [R], the pages of each; tokens int32 [R], its
     tokens; tags int32 [R, P] as the hooks gave them, 0 at the padding, or None without hooks."""
 
     pages: torch.Tensor
     held: torch.Tensor
-    lengths: torch.Tensor
+    tokens: torch.Tensor
     tags: torch.Tensor | None
 
 
@@ -171,9 +171,9 @@ class PagedCache(torch.nn.Module):
         """What an attention kernel and a check of page tags read."""
         rows = [self._held(request) for request in requests]
         counts = [[len(row.pages), row.length] for row in rows]
-        held, lengths = torch.tensor(counts, dtype=torch.int32, device=self.store.device).reshape(-1, 2).unbind(1)
+        held, tokens = torch.tensor(counts, dtype=torch.int32, device=self.store.device).reshape(-1, 2).unbind(1)
         tags = None if self.hooks is None else self._padded([row.tags for row in rows])
-        return Tables(self._padded([row.pages for row in rows]), held, lengths, tags)
+        return Tables(self._padded([row.pages for row in rows]), held, tokens, tags)
 
     def free(self, requests: Sequence[Hashable]) -> None:
         """The requests are gone; pages nobody else holds are free. Raises KizamiError for one that is not there, hence

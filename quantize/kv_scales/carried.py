@@ -20,6 +20,7 @@ K_NAMES = re.compile(r"(.*\.)?k_scale|(.*\.)?k_proj\.output_scale")
 V_NAMES = re.compile(r"(.*\.)?v_scale|(.*\.)?v_proj\.output_scale")
 BOTH_NAMES = re.compile(r"(.*\.)?kv_scale")
 Read = Callable[[TensorInfo], NDArray[np.uint8]]
+VALUES_SHOWN = 4
 FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 
 
@@ -51,20 +52,23 @@ def layer_scales(names: Mapping[str, TensorInfo], heads: int, read: Read) -> Car
     KizamiError "bad_kv_scale" for two names that differ, another number of scales, and as `scale_values`.
     """
 
-    def find(form: re.Pattern[str]) -> tuple[float, ...] | None:
-        found = {info.name: _counted(info, heads, read) for rest, info in sorted(names.items()) if form.fullmatch(rest)}
+    def find(*forms: re.Pattern[str]) -> tuple[float, ...] | None:
+        those = {rest: info for rest, info in sorted(names.items()) if any(form.fullmatch(rest) for form in forms)}
+        found = {info.name: _counted(info, heads, read) for info in those.values()}
         if len(set(found.values())) > 1:
             (first, one), (name, other) = list(found.items())[:2]
             info = next(info for info in names.values() if info.name == name)
-            raise bad_scale(info, f"is {other[0]:g}, and {printable(first, 200)} is {one[0]:g}")
+            raise bad_scale(info, f"is {_listed(other)}, and {printable(first, 200)} is {_listed(one)}")
         return next(iter(found.values()), None)
 
-    k, v, both = find(K_NAMES), find(V_NAMES), find(BOTH_NAMES)
-    if k is None and v is None:
-        k = v = both
+    k, v = find(K_NAMES, BOTH_NAMES), find(V_NAMES)  # engines load kv_scale as k_scale
     if k is None or v is None:
         k = v = k or v  # one of the two: engines use it for both
     return None if k is None or v is None else Carried(k, v)
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values[:VALUES_SHOWN])
 
 
 def _counted(info: TensorInfo, heads: int, read: Read) -> tuple[float, ...]:

@@ -24,7 +24,12 @@ Pairing = Literal["interleaved", "half", "either"]
 NORM_ROUNDING = 1.01
 ROPE_ROUNDING = 1.02
 LINEAR_ROUNDING = 1.02
-FP8_INPUT_ROUNDING = 1 + 2**-4  # an FP8 linear of the engines rounds its input to e4m3 as well
+# An FP8 linear rounds its input to e4m3, whatever SRC has: --quantization fp8, W4A8. And engines round FP8 weights once
+# more when they load them: with the largest scale of a fused projection (`requantize_with_max_scale`), or with powers
+# of two (`requant_weight_ue8m0`; both in vLLM 0.33 and SGLang 0.5.23).
+E4M3_ROUNDING = 1 + 2**-4
+PAIR_ROUNDING = 1 + 2**-4 * sqrt(2)  # of two rows' sigma_max, whose elements are each off by 2^-4
+E4M3_HALF_STEP = 2.0**-10  # of the smallest codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,12 @@ def rotated_norm_bound(what: str, gamma: F64, factor: float) -> Bound:
     return _bound(what, value, f"QK-norm: sqrt({gamma.size}) * max |gamma| * rope {factor:g}", least)
 
 
-def linear_bound(what: str, weight: F64, gamma: F64, bias: F64 | None, *, fp8: bool) -> Bound:
-    """V: rows of W [N, d] behind a norm of `gamma` [d]: |y_j| <= sqrt(d) ||W_j * gamma|| + |b_j|."""
-    lengths = np.sqrt(np.square(weight * gamma).sum(axis=1))
+def linear_bound(what: str, weight: F64, gamma: F64, bias: F64 | None, *, largest_scale: float) -> Bound:
+    """V: rows of W [N, d] behind a norm of `gamma` [d]: |y_j| <= sqrt(d) ||W_j * gamma|| + |b_j|. largest_scale: of an
+    FP8 weight and those that engines fuse with it, 0 of others."""
+    lengths = E4M3_ROUNDING * np.sqrt(np.square(weight * gamma).sum(axis=1)) + _lost(gamma, largest_scale)
     added = 0.0 if bias is None else np.abs(bias)
-    value = float((_input_norm(gamma.size, fp8) * lengths + added).max()) * LINEAR_ROUNDING
+    value = float((_input_norm(gamma.size) * lengths + added).max()) * LINEAR_ROUNDING
     return _bound(what, value, f"sqrt({gamma.size}) * max ||W_j gamma||{' + bias' if bias is not None else ''}")
 
 
@@ -90,23 +96,23 @@ def rotated_linear_bound(
     heads: int,
     rotary: int,
     pairing: Pairing,
-    fp8: bool,
+    largest_scale: float,
 ) -> Bound:
     """K without a norm of its own, and k_pe: rows [heads * width, d], of which RoPE turns the first `rotary` of each
     head. A pair of rows gives a vector of at most sqrt(d) sigma_max(the two rows) + ||the two biases||, and RoPE keeps
-    its length but for f. The other rows as `linear_bound`."""
+    its length but for f. The other rows, and largest_scale, as in `linear_bound`."""
     scaled = (weight * gamma).reshape(heads, -1, gamma.size)
     offsets = None if bias is None else bias.reshape(heads, -1)
     width = scaled.shape[1]
-    reach, lengths = _input_norm(gamma.size, fp8), [0.0]
+    reach, lengths, lost = _input_norm(gamma.size), [0.0], _lost(gamma, largest_scale)
     for head in range(heads):
         rows, added = scaled[head], np.zeros(width) if offsets is None else offsets[head]
         for first, second in _pairs(rotary, pairing):
-            sigma = pair_sigma(rows[first], rows[second])
+            sigma = PAIR_ROUNDING * pair_sigma(rows[first], rows[second]) + sqrt(2) * lost
             lengths.append(factor * _largest(reach * sigma + np.hypot(added[first], added[second])))
         if rotary < width:
             rest = slice(rotary, width)
-            plain = reach * np.sqrt(np.square(rows[rest]).sum(axis=1))
+            plain = reach * (E4M3_ROUNDING * np.sqrt(np.square(rows[rest]).sum(axis=1)) + lost)
             lengths.append(_largest(plain + np.abs(added[rest])))
     named = "either pairing" if pairing == "either" else f"{pairing} pairs"
     how = f"sqrt({gamma.size}) * sigma_max of {named} * rope {factor:g}{' + bias' if bias is not None else ''}"
@@ -121,40 +127,40 @@ def pair_sigma(first: F64, second: F64) -> F64:
     return sigma
 
 
-def rope_factor(text: Any) -> float | None:
+def rope_factor(text: Any, *, latent: bool) -> float | None:
     """What RoPE multiplies cos and sin with, the larger where readers of the config differ; None for a rope type that
-    is not known to keep lengths. `text`: the text config.
+    is not known to keep lengths. `text`: the text config. latent: whether the class is one with a latent.
 
-    transformers modeling_rope_utils.py; SGLang and vLLM `DeepseekScalingRotaryEmbedding`: with one of mscale and
-    mscale_all_dim missing they divide, transformers does not.
+    transformers modeling_rope_utils.py. SGLang and vLLM: classes with a latent take `DeepseekScalingRotaryEmbedding`,
+    which divides with one of mscale and mscale_all_dim missing, where transformers does not; others take
+    `YaRNScalingRotaryEmbedding`, which knows neither. longrope has four readings, and none is sure.
     """
     holders = [rope for key in ("rope_parameters", "rope_scaling") if (rope := text.get(key))]
-    factors = [_factor_of(text, rope) for rope in holders]  # readers differ in which of the two goes before the other
+    factors = [_factor_of(text, rope, latent) for rope in holders]  # readers differ in which goes before the other
     known = [factor for factor in factors if factor is not None]
     return max(known, default=1.0) if len(known) == len(factors) else None
 
 
-def _factor_of(text: Any, rope: Any) -> float | None:
+def _factor_of(text: Any, rope: Any, latent: bool) -> float | None:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return None
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in ("default", "linear", "dynamic", "llama3", "mrope"):
         return 1.0
-    if kind not in ("yarn", "deepseek_yarn", "longrope"):
+    if kind not in ("yarn", "deepseek_yarn"):
         return None
     words = ("factor", "attention_factor", "attn_factor", "mscale", "mscale_all_dim")
     numbers = {key: _positive(rope.get(key)) for key in words}
     if any(rope.get(key) and numbers[key] is None for key in words):
         return None
-    if kind != "longrope" and numbers["factor"] is None:
+    if numbers["factor"] is None:
         numbers["factor"] = _stretch(text, rope)  # as transformers fills it in
         if numbers["factor"] is None:
             return None
-    given = numbers["attention_factor"] or numbers["attn_factor"]
-    return _yarn(numbers) * (numbers["attn_factor"] or 1.0) if kind != "longrope" else given or _longrope(text, rope)
+    return _yarn(numbers, latent) * (numbers["attn_factor"] or 1.0)
 
 
-def _yarn(numbers: dict[str, float | None]) -> float:
+def _yarn(numbers: dict[str, float | None], latent: bool) -> float:
     factor, given = numbers["factor"] or 1.0, numbers["attention_factor"]
     mscale, all_dim = numbers["mscale"], numbers["mscale_all_dim"]
     in_transformers = (
@@ -162,21 +168,12 @@ def _yarn(numbers: dict[str, float | None]) -> float:
         if given or (mscale and all_dim)
         else _mscale(factor, 1.0)
     )
-    in_engines = _mscale(factor, mscale or 1.0) / _mscale(factor, all_dim or 0.0)
+    in_engines = _mscale(factor, mscale or 1.0) / _mscale(factor, all_dim or 0.0) if latent else _mscale(factor, 1.0)
     return max(in_transformers, in_engines)
 
 
 def _mscale(factor: float, mscale: float | None) -> float:
     return 0.1 * (mscale or 0.0) * log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _longrope(text: Any, rope: Any) -> float | None:
-    """sqrt(1 + ln(factor) / ln(original length))."""
-    original, stretch = _original(text, rope), _stretch(text, rope)
-    if original is None or stretch is None:
-        return None
-    factor = _positive(rope.get("factor")) or stretch
-    return sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
 
 
 def _original(text: Any, rope: Any) -> float | None:
@@ -207,9 +204,15 @@ def _pairs(rotary: int, pairing: Pairing) -> Sequence[tuple[slice, slice]]:
     return {"interleaved": (interleaved,), "half": (half,), "either": (interleaved, half)}[pairing] if rotary else ()
 
 
-def _input_norm(width: int, fp8: bool) -> float:
+def _input_norm(width: int) -> float:
     """The longest input of a linear behind a norm, before gamma."""
-    return sqrt(width) * NORM_ROUNDING * (FP8_INPUT_ROUNDING if fp8 else 1.0)
+    return sqrt(width) * NORM_ROUNDING * E4M3_ROUNDING
+
+
+def _lost(gamma: F64, largest_scale: float) -> float:
+    """What a row of FP8 weights that are rounded once more may gain below e4m3's normal numbers, where errors are not
+    relative; a power of two is at most twice the scale."""
+    return E4M3_HALF_STEP * 2 * largest_scale * float(np.sqrt(np.square(gamma).sum()))
 
 
 def _largest(values: F64) -> float:

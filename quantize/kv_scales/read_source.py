@@ -15,6 +15,7 @@ from kizami.formats.dialects import Dialect, ScaledWeight, find_encoded_weights
 from kizami.formats.errors import printable
 from kizami.formats.families import KNOWN_FAMILIES, Family, Role
 from kizami.formats.fused_experts import split_fused_experts
+from kizami.formats.kv_scales.tensors import find_prefix
 from kizami.formats.reader import TensorReader
 from kizami.formats.serving.model import ServedModel
 from kizami.formats.tensors import TensorInfo
@@ -31,14 +32,18 @@ from kizami.quantize.kv_scales.certificate import (
     rotated_norm_bound,
 )
 from kizami.quantize.plan import Step
-from kizami.quantize.source_rows import SOURCE_VIEWS, opened
+from kizami.quantize.source_rows import SOURCE_VIEWS, opened, read_scales
 
 # Norms that multiply with gamma as it is stored. Gemma's and Qwen3-Next's multiply with 1 + gamma: none of these do.
 PLAIN_NORMS = KNOWN_FAMILIES | {
     "deepseek_v2", "exaone4", "glm4", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
 }  # fmt: skip
-# transformers' classes with a QK-norm whatever the config says; Glm4Moe has one where `use_qk_norm` is true.
+# transformers' classes with a QK-norm whatever the config says, and those with one where `use_qk_norm` is true; others
+# do not know that key.
 NORMED_KEYS = frozenset({"exaone4", "qwen3", "qwen3_moe"})
+MAY_NORM_KEYS = frozenset({"glm4_moe"})
+# SGLang's and vLLM's QKVParallelLinear and fused_qkv_a_proj_with_mqa
+FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 MAX_WEIGHTS = 1 << 28  # of one matrix: the largest known K projection has 2^23
 
 
@@ -76,13 +81,17 @@ def read_layers(checkpoint: Checkpoint, family: Family, model: ServedModel) -> t
 
 
 def attention_names(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, str]]:
-    """Layer -> what follows `layers.N.`, `self_attn.` cut off -> the tensor's whole name."""
+    """Layer -> what follows `layers.N.`, `self_attn.` cut off -> the tensor's whole name; of the language model, and
+    of next-token layers wherever they are."""
     found: dict[int, dict[str, str]] = {}
+    prefix = find_prefix(tensors)
     for name in tensors:
         if ".self_attn." not in name and ".input_layernorm." not in name:
             continue
         place = family.place(name)
         if place.layer is None or place.role is Role.VISION:
+            continue
+        if not name.startswith(prefix) and place.layer not in family.mtp_layers:
             continue
         marker = ".self_attn." if ".self_attn." in name else "."
         rest = name.rpartition(marker)[2] if marker != "." else name[name.rindex("input_layernorm") :]
@@ -110,7 +119,7 @@ class _Source:
         if (eps := text.get("rms_norm_eps")) is not None and (type(eps) not in (int, float) or not 0 <= eps < 1):
             why = f"rms_norm_eps is {printable(repr(eps), 40)}, expected a number from 0 to 1"
             return tuple(Bound(kind, None, why) for kind in kinds)
-        factor = rope_factor(text)
+        factor = rope_factor(text, latent=self.model.is_mla)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite proves nothing
             return self._latent(names, factor) if self.model.is_mla else self._heads(names, factor)
 
@@ -121,11 +130,19 @@ class _Source:
         read = self._linear(names, "kv_a_proj_with_mqa", model.latent + model.rope, factor)
         if isinstance(read, str) or factor is None:
             return latent, Bound("k_pe", None, str(read))
-        weight, norm, bias, fp8 = read
+        weight, norm, bias, scale = read
         rows = slice(model.latent, None)
         offset = None if bias is None else bias[rows]
         k_pe = rotated_linear_bound(
-            "k_pe", weight[rows], norm, offset, factor, heads=1, rotary=model.rope, pairing="either", fp8=fp8
+            "k_pe",
+            weight[rows],
+            norm,
+            offset,
+            factor,
+            heads=1,
+            rotary=model.rope,
+            pairing="either",
+            largest_scale=scale,
         )
         return latent, k_pe
 
@@ -143,13 +160,21 @@ class _Source:
         read = self._linear(names, "k_proj", rows, factor)
         if isinstance(read, str):
             return Bound("k", None, read)
-        weight, norm, bias, fp8 = read
+        weight, norm, bias, scale = read
         widths = _rotary(self.family.text_config, model.head_dim)
         if isinstance(widths, str):
             return Bound("k", None, widths)
         bounds = [
             rotated_linear_bound(
-                "k", weight, norm, bias, factor, heads=model.kv_heads, rotary=rotary, pairing="either", fp8=fp8
+                "k",
+                weight,
+                norm,
+                bias,
+                factor,
+                heads=model.kv_heads,
+                rotary=rotary,
+                pairing="either",
+                largest_scale=scale,
             )
             for rotary in widths
         ]
@@ -157,20 +182,20 @@ class _Source:
 
     def _norms_keys(self) -> bool:
         """Whether the class has a norm behind k_proj; a k_norm.weight that it leaves aside bounds nothing."""
-        text = self.family.text_config
-        return text.get("use_qk_norm") is True or text.get("model_type") in NORMED_KEYS
+        kind = self.family.text_config.get("model_type")
+        return kind in NORMED_KEYS or (kind in MAY_NORM_KEYS and self.family.text_config.get("use_qk_norm") is True)
 
     def _v(self, names: Mapping[str, str]) -> Bound:
         read = self._linear(names, "v_proj", self.model.kv_heads * self.model.head_dim, 1.0)
         if isinstance(read, str):
             return Bound("v", None, read)
-        weight, norm, bias, fp8 = read
-        return linear_bound("v", weight, norm, bias, fp8=fp8)
+        weight, norm, bias, scale = read
+        return linear_bound("v", weight, norm, bias, largest_scale=scale)
 
     def _linear(
         self, names: Mapping[str, str], module: str, rows: int, factor: float | None
-    ) -> tuple[F64, F64, F64 | None, bool] | str:
-        """Weight [rows, d], gamma [d] of the norm before it, bias, whether it is FP8; or why not."""
+    ) -> tuple[F64, F64, F64 | None, float] | str:
+        """Weight [rows, d], gamma [d] of the norm before it, bias, the largest FP8 scale; or why not."""
         if factor is None:
             return ROPE_UNKNOWN
         name = names.get(f"{module}.weight") or names.get(f"{module}.weight_packed")
@@ -192,7 +217,14 @@ class _Source:
             return f"{module} is {step.weight.dtype}"
         with opened(step, self.reader, Buffers(0)) as source:
             weight = float32_weight(source.rows, source.grid, source.block).astype(np.float64)
-        return weight, gamma, bias, isinstance(step.encoding, ScaledWeight)
+        return weight, gamma, bias, self._largest_scale(names, module)
+
+    def _largest_scale(self, names: Mapping[str, str], module: str) -> float:
+        """Of all FP8 projections that engines fuse with this one; 0 of none."""
+        fused = next(group for group in FUSED if module in group)
+        steps = [self._step(name) for one in fused if (name := names.get(f"{one}.weight"))]
+        scaled = [step.encoding for step in steps if isinstance(step.encoding, ScaledWeight)]
+        return max((float(np.abs(read_scales(one, self.reader)).max()) for one in scaled), default=0.0)
 
     def _step(self, name: str) -> Step:
         module = name.removesuffix(".weight").removesuffix(".weight_packed")

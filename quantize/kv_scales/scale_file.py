@@ -15,12 +15,10 @@ from kizami.formats.errors import KizamiError, printable
 from kizami.formats.families import Family, find_family
 from kizami.formats.files import open_regular, read_exactly
 from kizami.formats.header import Header, read_header
-from kizami.formats.kv_scales.neutral import MAX_BYTES, KvScales, LayerScales, Source, is_sha256
+from kizami.formats.kv_scales.neutral import MAX_BYTES, SUFFIX, KvScales, LayerScales, Source, is_sha256
 from kizami.formats.serving.model import ServedModel, compared_type, read_model
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.kv_scales.carried import Carried, is_kv_scale, layer_scales, spread
-
-SUFFIX = ".safetensors"
 
 
 def read_kv_scales(path: Path, checkpoint: Checkpoint) -> KvScales:

@@ -42,7 +42,7 @@ def check_kv_scales(
 
 
 def read_held(file: Path, out: Path) -> KvScales:
-    """The scales in `file`, for `check_kv_scales`. A file of tensors says numbers; the rest is as OUT records it."""
+    """The scales in `file`, for `check_kv_scales`. What a file of tensors does not say is as OUT records it."""
     if not is_tensor_file(file):
         return KvScales.read(file)
     held, recorded = read_kv_scales(file, Checkpoint.open(out)), kv_scales_of(read_manifest(out))
@@ -51,7 +51,7 @@ def read_held(file: Path, out: Path) -> KvScales:
     layers = zip(recorded.layers, held.layers, strict=True)
     return replace(
         held,
-        config_sha256=recorded.config_sha256,
+        config_sha256=held.config_sha256 or recorded.config_sha256,
         statistics_sha256=recorded.statistics_sha256,
         layers=tuple(replace(ours, k=theirs.k, v=theirs.v) for ours, theirs in layers),
     )
