@@ -10,7 +10,8 @@ from kizami.cli.output import Ui, counted, duration, gib
 if TYPE_CHECKING:
     from kizami.calibration.data.tokens import TokenSet
     from kizami.calibration.kv_accuracy.measures import LayerErrors, TokenMeasures
-    from kizami.calibration.kv_accuracy.run import Event, KvAccuracy, Measured
+    from kizami.calibration.kv_accuracy.passes import Event
+    from kizami.calibration.kv_accuracy.run import KvAccuracy, Measured
     from kizami.formats.checkpoint import Checkpoint
 
 WORST_LAYERS = 8
@@ -39,7 +40,7 @@ class Watch:
 
     def __call__(self, event: "Event") -> None:
         from kizami.calibration.forward.run import Progress
-        from kizami.calibration.kv_accuracy.run import LayerDone, Started
+        from kizami.calibration.kv_accuracy.passes import LayerDone, Started
 
         match event:
             case Started():

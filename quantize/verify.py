@@ -157,7 +157,7 @@ def _check_contents(
     rules = rules_of(checkpoint.config)
     problems = [*check_structure(checkpoint, policy, packed, rules), *check_totals(checkpoint, manifest, rows)]
     problems += [] if problems else check_config(checkpoint, policy)
-    kv_problems, kv_notes = check_kv_scales(checkpoint, manifest, kv_scales)
+    kv_problems, kv_notes = check_kv_scales(checkpoint, manifest, rows, kv_scales)
     other_scales = [problem for problem in kv_problems if problem.code == "other_kv_scales"]  # FILE's: OUT may be right
     problems += [problem for problem in kv_problems if problem not in other_scales]
     checked = {STRUCTURE: len(checkpoint.tensors)}

@@ -21,10 +21,11 @@ from test_calibration_forward import shared_indexers
 
 from kizami.calibration.forward.settings import Settings
 from kizami.calibration.kv_accuracy import logits as logits_module
-from kizami.calibration.kv_accuracy.logits import Head, compare_logits
+from kizami.calibration.kv_accuracy.logits import Head, Outputs, compare_logits
 from kizami.calibration.kv_accuracy.measures import Bucket, buckets_of, find_channels, rank_layers, skip_list
+from kizami.calibration.kv_accuracy.passes import Event, LayerDone
 from kizami.calibration.kv_accuracy.rounding import round_e4m3, round_tiles
-from kizami.calibration.kv_accuracy.run import Event, KvAccuracy, LayerDone, Options, measure_kv_accuracy
+from kizami.calibration.kv_accuracy.run import KvAccuracy, Options, measure_kv_accuracy
 from kizami.calibration.kv_accuracy.variants import Variant
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
@@ -278,7 +279,7 @@ def test_bands_of_the_vocabulary_change_nothing(sources: Make, monkeypatch: pyte
     with torch.inference_mode(), Weights(Checkpoint.open(sources("glm4_moe"))) as weights:
         model = Model(Checkpoint.open(sources("glm4_moe")), weights)
         head = Head(model, weights, torch.device("cpu"), 100)
-        (found,) = compare_logits(head, ids, lambda a, b: x[a:b], [lambda a, b: y[a:b]])
+        (found,) = compare_logits(ids, Outputs(head, lambda a, b: x[a:b]), [Outputs(head, lambda a, b: y[a:b])])
         norm = model.final_norm(torch.float32, torch.device("cpu"))
         ours, other = ((norm(rows) @ weights.read(model.head).T).double().reshape(2, 20, -1) for rows in (x, y))
     assert found.kl == pytest.approx(oracle.kl(ours, other), rel=1e-6)

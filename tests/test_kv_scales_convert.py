@@ -349,7 +349,8 @@ def test_scales_without_a_scheme_are_found(out: Path) -> None:
     "odd",
     [
         {"strategy": "channel"}, {"strategy": None}, {"strategy": ["tensor"]}, {"strategy": "attn_head"},
-        {"type": "int"}, {"num_bits": 4}, {"symmetric": False}, {"dynamic": True},
+        {"type": "int"}, {"num_bits": 4}, {"symmetric": False}, {"dynamic": True}, {"symmetric": 1},
+        {"num_bits": 8.0}, {"dynamic": 0}, {"group_size": 128}, {"block_structure": None},
     ],
 )  # fmt: skip
 def test_a_scheme_of_another_form_is_found(out: Path, odd: dict[str, Any]) -> None:
@@ -360,7 +361,7 @@ def test_a_scheme_of_another_form_is_found(out: Path, odd: dict[str, Any]) -> No
 def test_scales_that_the_manifest_does_not_record_are_found(out: Path, source: Checkpoint) -> None:
     other = scales_of(source, (((0.5,), (0.25,)), ((4.0,), (1.0,)))).document()
     forge_manifest(out, lambda manifest: manifest["kv_scales"].update(document=other))
-    assert codes(out) == {"other_kv_scale"}
+    assert codes(out) == {"other_kv_scale", "other_manifest"}
 
 
 def test_scales_forged_in_record_tensor_and_report_are_found_by_the_source_or_the_file(
@@ -389,13 +390,37 @@ def test_scales_forged_in_record_tensor_and_report_are_found_by_the_source_or_th
         lambda record: record.update(forced="because"),
         lambda record: record.update(statement="calibrated on everything"),
         lambda record: record["document"]["layers"][0].update(source="certificate"),
+        lambda record: record["document"]["layers"][0].update(source="carried over"),
+        lambda record: record["document"].update(kv_heads=4),
+        lambda record: record["document"].update(architecture="LlamaForCausalLM"),
+        lambda record: record["document"].update(model_type="llama"),
+        lambda record: record["document"].update(layers=record["document"]["layers"][:1]),
     ],
 )
-def test_no_field_of_the_record_can_be_changed(
-    out: Path, source: Checkpoint, change: Callable[[dict[str, Any]], None]
-) -> None:
+def test_no_field_of_the_record_can_be_changed(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
     forge_manifest(out, lambda manifest: change(manifest["kv_scales"]))
+    assert "other_manifest" in codes(out)
+
+
+def test_the_hash_of_the_source_is_held_to_the_source(out: Path, source: Checkpoint) -> None:
+    forge_manifest(out, lambda manifest: manifest["kv_scales"]["document"].update(config_sha256="0" * 64))
     assert codes(out, against=source)
+
+
+def test_scales_without_their_record_are_not_taken_for_the_sources(out: Path) -> None:
+    put(out, K0, struct.pack("<f", 1.0))
+    forge_manifest(out, lambda manifest: manifest.update(kv_scales=None))
+    assert "other_manifest" in codes(out)
+
+
+def test_report_and_record_name_the_same_voucher(out: Path) -> None:
+    """The sums of sources are the same: only the rows tell."""
+
+    def swap(rows: list[dict[str, Any]]) -> None:
+        next(row for row in rows if row["name"] == K0)["reason"] = "FP8 KV scale, certificate"
+
+    forge_rows(out, swap)
+    assert "other_manifest" in codes(out)
 
 
 @pytest.mark.parametrize("value", [7, {}, {"document": {}}, "x"])

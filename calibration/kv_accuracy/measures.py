@@ -1,7 +1,7 @@
 """Sums of what differs, and what they come to. Everything is float64; rows that are not finite are counted apart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 import numpy as np
@@ -128,6 +128,7 @@ class Bucket:
     tokens: int
     bad: int
     kl_mean: float
+    kl_median: float
     kl_p999: float
     kl_max: float
     top1: float
@@ -138,13 +139,20 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class TokenMeasures:
     """By position, [sequences, seq_len]: kl, nll and nll_delta float64 (the last position of a sequence has no next
-    token: its nll are NaN), same bool, finite bool."""
+    token: its nll are NaN), same bool, finite bool. right, right_other: whether the most likely token is the data's
+    next, of the reference and of the other."""
 
     kl: NDArray[np.float64]
     same: NDArray[np.bool_]
     nll: NDArray[np.float64]
     nll_delta: NDArray[np.float64]
     finite: NDArray[np.bool_]
+    right: NDArray[np.bool_]
+    right_other: NDArray[np.bool_]
+
+    def rows(self, which: slice) -> "TokenMeasures":
+        """Of some of the sequences."""
+        return TokenMeasures(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
     def bucket(self, first: int, last: int) -> Bucket:
         at = (slice(None), slice(first, last))
@@ -158,6 +166,7 @@ class TokenMeasures:
             tokens=int(kl.size),
             bad=int((~finite).sum()),
             kl_mean=0.0 if empty else float(kl.mean()),
+            kl_median=0.0 if empty else float(np.median(kl)),
             kl_p999=0.0 if empty else float(np.quantile(kl, 0.999)),
             kl_max=0.0 if empty else float(kl.max()),
             top1=0.0 if empty else float(same.mean()),

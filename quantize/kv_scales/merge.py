@@ -16,7 +16,7 @@ from kizami.formats.errors import KizamiError, printable
 from kizami.formats.families import Family
 from kizami.formats.fingerprint import config_sha256
 from kizami.formats.kv_scales.effects import refusal
-from kizami.formats.kv_scales.neutral import KvScales
+from kizami.formats.kv_scales.neutral import KvScales, LayerScales
 from kizami.formats.kv_scales.tensors import find_prefix, kv_cache_scheme, scale_tensors
 from kizami.formats.serving.model import read_model
 from kizami.formats.tensors import TensorInfo, TensorSpec
@@ -71,7 +71,7 @@ def merge_scales(
     if written:
         _check_place(policy, steps)
     kept, replaced = _without_scales(steps)
-    reasons = {layer.layer: f"FP8 KV scale, {layer.source}" for layer in scales.layers}
+    reasons = {layer.layer: scale_reason(layer) for layer in scales.layers}
     made = [_step(name, values, family, reasons) for name, values in sorted(written.items())]
     merge = KvMerge(scales.document(), statement(scales, bool(made)), why, len(made))
     scheme = kv_cache_scheme(scales) if made else None
@@ -140,6 +140,11 @@ def _without_scales(steps: Sequence[Step]) -> tuple[list[Step], int]:
 def tensors_of(names: Iterable[str], scales: KvScales) -> dict[str, NDArray[np.float32]]:
     """The tensors that these scales become in a model whose tensors or modules have these names."""
     return scale_tensors(scales, find_prefix(names))
+
+
+def scale_reason(layer: LayerScales) -> str:
+    """What the report says of the layer's tensors."""
+    return f"FP8 KV scale, {layer.source}"
 
 
 def _step(name: str, values: NDArray[np.float32], family: Family, reasons: dict[int, str]) -> Step:

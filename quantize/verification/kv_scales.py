@@ -1,7 +1,7 @@
 """The KV scales of an output: usable numbers, those that the manifest records, and a scheme if and only if there are
 tensors. No source is needed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kizami.formats.checkpoint import Checkpoint
-from kizami.formats.errors import printable
+from kizami.formats.errors import KizamiError, printable
+from kizami.formats.families import find_family
 from kizami.formats.foreign import quantization_configs
+from kizami.formats.kv_scales.effects import refusal
 from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.kv_scales.tensors import KV_CACHE_SCHEME, kv_cache_scheme
 from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.kv_scales.carried import FLOATS, floats, is_kv_scale
-from kizami.quantize.kv_scales.merge import tensors_of
+from kizami.quantize.kv_scales.merge import check_scales, scale_reason, tensors_of
 from kizami.quantize.kv_scales.scale_file import is_tensor_file, read_kv_scales
-from kizami.quantize.manifest import CONFIG, MANIFEST, kv_scales_of, read_manifest
+from kizami.quantize.kv_scales.statement import statement
+from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, kv_scales_of, read_manifest
+from kizami.quantize.report import Row
 from kizami.quantize.verification.files import Problem
 
 MAX_SCALE_BYTES = 1 << 16  # one per head at most, in F64
@@ -27,14 +31,18 @@ VALUES_SHOWN = 4
 
 
 def check_kv_scales(
-    checkpoint: Checkpoint, manifest: Mapping[str, Any], held: KvScales | None = None
+    checkpoint: Checkpoint, manifest: Mapping[str, Any], rows: Sequence[Row] = (), held: KvScales | None = None
 ) -> tuple[list[Problem], list[str]]:
-    """Problems and notes. held: those of --kv-scales, which the manifest must have as well."""
+    """Problems and notes. rows: of the report. held: those of --kv-scales, which the manifest must have as well."""
     recorded = kv_scales_of(manifest)
     found = {name: info for name, info in checkpoint.tensors.items() if is_kv_scale(name)}
     problems, values = _read(checkpoint, found)
     if recorded is not None:
         problems += _recorded(checkpoint, found, values, recorded, manifest["kv_scales"])
+        problems += _record(checkpoint, recorded, manifest["kv_scales"], rows)
+    elif (made := next((row for row in rows if row.get("action") == "kv_scale"), None)) is not None:
+        message = f"the run wrote this KV scale, and {MANIFEST} records none"
+        problems.append(Problem("other_manifest", message, REPORT, made.get("name")))
     notes = list(_scheme(checkpoint, found, problems, recorded))
     if held is not None and (recorded is None or recorded != held):
         problems.append(Problem("other_kv_scales", _difference(recorded, held), MANIFEST))
@@ -108,6 +116,33 @@ def _recorded(
             yield Problem("other_kv_scale", f"is {is_}; {MANIFEST} records {said}", info.file, name)
 
 
+def _record(
+    checkpoint: Checkpoint, scales: KvScales, record: Mapping[str, Any], rows: Sequence[Row]
+) -> Iterator[Problem]:
+    """What the manifest says of the scales, held against the scales, the config and the report."""
+    family, _ = find_family(checkpoint.config, checkpoint.tensors)
+    try:
+        check_scales(checkpoint, family, replace(scales, config_sha256=None))  # the hash is the source's
+    except KizamiError as e:
+        yield Problem("other_manifest", e.message, MANIFEST)
+    for key, expected in (
+        ("statement", statement(scales, bool(record["tensors"]))),
+        ("forced", refusal(scales)),
+    ):
+        if record[key] != expected:
+            said, wanted = printable(str(record[key]), 80), printable(str(expected), 80)
+            yield Problem("other_manifest", f"kv_scales.{key} is {said}, expected {wanted}", MANIFEST)
+    for row in rows:
+        layer = row.get("layer")
+        if row.get("action") != "kv_scale" or type(layer) is not int or not 0 <= layer < len(scales.layers):
+            continue
+        source = scales.layers[layer].source
+        if row.get("reason") != scale_reason(scales.layers[layer]):
+            shown = printable(str(row.get("reason")), 60)
+            text = f"layer {layer} is {source} in {MANIFEST}, and {REPORT} says: {shown}"
+            yield Problem("other_manifest", text, REPORT, row.get("name"))
+
+
 def _scheme(
     checkpoint: Checkpoint, found: Mapping[str, TensorInfo], problems: list[Problem], recorded: KvScales | None
 ) -> Iterator[str]:
@@ -130,11 +165,13 @@ def _scheme(
             yield f"{message} (as in the source)"
     for where, scheme in schemes:
         wanted = KV_CACHE_SCHEME if recorded is None else kv_cache_scheme(recorded)
-        odd = [key for key in wanted if not isinstance(scheme, dict) or scheme.get(key) != wanted[key]]
+        odd = [key for key in wanted if not isinstance(scheme, dict) or not _same(scheme.get(key), wanted[key])]
         odd = [key for key in odd if recorded is not None or key != "strategy"]
+        odd += sorted(scheme.keys() - wanted.keys()) if recorded is not None and isinstance(scheme, dict) else []
         if odd:
             said = printable(repr(scheme.get(odd[0]) if isinstance(scheme, dict) else scheme), 40)
-            message = f"{where}.kv_cache_scheme: {odd[0]} is {said}, expected {wanted[odd[0]]!r}"
+            expected = repr(wanted[odd[0]]) if odd[0] in wanted else "none"
+            message = f"{where}.kv_cache_scheme: {printable(odd[0], 40)} is {said}, expected {expected}"
             if recorded is not None:
                 problems.append(Problem("kv_scheme", message, CONFIG))
                 continue
@@ -146,6 +183,11 @@ def _scheme(
             message = f"{where}.kv_cache_scheme has strategy {shown}, and the scales are one per "
             message += "head" if by_head else "tensor"
             problems.append(Problem("kv_scheme", message, CONFIG, next(iter(by_head or found), None)))
+
+
+def _same(found: object, expected: object) -> bool:
+    """1 is not True to whoever reads JSON with types."""
+    return type(found) is type(expected) and found == expected
 
 
 def _difference(recorded: KvScales | None, held: KvScales) -> str:
