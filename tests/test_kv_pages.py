@@ -130,6 +130,8 @@ def test_a_full_cache_refuses_and_nothing_changes() -> None:
         (lambda c: c.add("a"), "request 'a' is there already"),
         (lambda c: c.add("b", share=("a", 4)), "4 tokens of request 'a' to share, expected 0 to 3"),
         (lambda c: c.add("b", share=("x", 0)), "request 'x' is not in the cache"),
+        (lambda c: c.gather(-1, ["a"]), "layer -1, expected 0 to 0"),
+        (lambda c: c.add("b", share=("a", 1.5)), "1.5 tokens of request 'a' to share"),
         (lambda c: c.gather(0, ["x"]), "request 'x' is not in the cache"),
         (lambda c: c.append(["a"], [1], [values(2, 8)]), "values [[2, 8]] (1 layers), expected [(1, 8)] (1 layers)"),
         (lambda c: c.append(["a"], [1], []), "values [] (0 layers)"),
@@ -150,6 +152,37 @@ def test_a_wrong_call_is_refused_and_nothing_changes(call: object, words: str) -
         call(cache)
     assert (cache.length("a"), cache.free_pages) == (3, 3)
     assert torch.equal(cache.gather(0, ["a"]), values(3, 8))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 1024, 1025])
+@pytest.mark.parametrize("codec", [mla_rows(Layout.RAW), mla_rows(Layout.DS_MLA), Bf16Rows(8), IndexRows()])
+def test_any_number_of_tokens_goes_into_pages_of_any_size(codec: Codec, tokens: int, page_size: int) -> None:
+    """One row of a wider tensor counts as contiguous, whatever its stride: a decode step of one request is such."""
+    cache = PagedCache([codec], pages=1027, page_size=page_size)
+    cache.add("a")
+    x = values(tokens, codec.width)
+    cache.append(["a"], [tokens], [x])
+    expected = codec.decode(codec.encode(x))
+    assert torch.equal(cache.gather(0, ["a"], torch.float32), expected)
+
+
+@pytest.mark.parametrize("codec", [mla_rows(Layout.RAW), mla_rows(Layout.DS_MLA), Bf16Rows(8), IndexRows()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_values_and_rows_may_lie_in_memory_in_any_order(codec: Codec, dtype: torch.dtype, tokens: int) -> None:
+    x = values(tokens, codec.width).to(dtype)
+    turned, wide = x.t().contiguous().t(), torch.cat([x, x], 1)[:, codec.width :]
+    rows = codec.encode(x)
+    for other in (turned, wide, x.t().contiguous().t()[:0]):
+        assert torch.equal(codec.encode(other), rows[: len(other)])
+    odd = torch.cat([rows, rows[:, :3]], 1)[:, : codec.row_bytes]  # rows 3 bytes apart from each other
+    for one in (odd, rows.t().contiguous().t()):
+        assert torch.equal(codec.decode(one), codec.decode(rows))
+    cache = PagedCache([codec], pages=3, page_size=2)
+    cache.add("a")
+    cache.append(["a"], [tokens], [turned])
+    assert torch.equal(cache.store.read_rows(0, cache.slots(["a"])), rows)
 
 
 def test_a_second_free_is_refused() -> None:

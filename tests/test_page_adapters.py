@@ -139,6 +139,15 @@ def test_sglang_tags_that_are_attached_late_take_over_what_is_in_use() -> None:
     assert owned(tags) == [2, 3]
 
 
+def test_tags_are_attached_once() -> None:
+    allocator = PagedAllocator(8 * SIZE, SIZE, torch.float16, "cpu", None, True)
+    attached = sglang.attach(allocator, sglang.new_tags(allocator))
+    with pytest.raises(KizamiError, match="attached to this allocator already"):
+        sglang.attach(allocator, sglang.new_tags(allocator))
+    attached.detach()
+    sglang.attach(allocator, sglang.new_tags(allocator))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     allocator = PagedAllocator(8 * SIZE, SIZE, torch.float16, "cpu", None, True)
     with pytest.raises(KizamiError, match=r"tags for 8 pages with \[0\] reserved, expected 9 with page 0 reserved"):
@@ -217,6 +226,13 @@ class TestVllm:
         assert it.stale(blocks, captured)
         assert it.stale(blocks[1:], captured[1:])
         assert it.tags.stats["double_acquire"] == 0
+
+    def test_a_block_that_one_call_frees_twice_is_a_double_release(self) -> None:
+        it = Pool(caching=False)
+        (block,) = it.pool.get_new_blocks(1)
+        it.pool.free_blocks([block, block])
+        assert it.tags.stats["double_release"] == 1
+        assert it.states() == ([], [])
 
     def test_shared_blocks_stay_until_their_last_holder_goes(self) -> None:
         it = Pool(caching=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kizami.formats.errors import KizamiError
 from kizami.quantize.page_tags.agreement import agree
 
 RANK = """
@@ -67,6 +68,11 @@ def ranks(folder: Path, how: str) -> tuple[list[int], list[dict[str, object] | N
 def test_without_torch_distributed_a_rank_agrees_with_itself() -> None:
     abort = torch.tensor([True, False])
     assert agree(abort) is abort
+
+
+def test_flags_that_are_no_flags_are_refused() -> None:
+    with pytest.raises(KizamiError, match=r"abort flags are torch.float32, expected torch.bool"):
+        agree(torch.tensor([0.4]))
 
 
 @pytest.mark.long

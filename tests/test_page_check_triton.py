@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
         )
     os.environ["TRITON_INTERPRET"] = "1"
 
+from kizami.formats.errors import KizamiError
 from kizami.quantize.page_tags import check as plain
 from kizami.quantize.page_tags import triton_check
 from kizami.quantize.page_tags.tags import PageTags
@@ -64,6 +65,17 @@ def test_rows_of_a_wider_table_are_read_where_they_are() -> None:
     tags.release([13])
     assert triton_check.check(tags, pages[:, :4], held[:, :4]).tolist() == [False, True, *[False] * 4]
     assert triton_check.check(tags, pages[:, :2], held[:, :2]).tolist() == [False] * 6
+
+
+def test_a_row_longer_than_the_table_is_an_abort() -> None:
+    tags = PageTags(8, device=DEVICE)
+    held = tags.acquire([1, 2, 3, 4]).view(2, 2)
+    pages = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([2, 3], device=DEVICE)
+    assert triton_check.check(tags, pages, held, lengths).tolist() == [False, True]
+    assert triton_check.check(tags, pages[:, :0], held[:, :0], lengths).tolist() == [True, True]
+    with pytest.raises(KizamiError, match="lengths"):
+        triton_check.check(tags, pages, held, lengths[:1])
 
 
 def test_no_request_and_no_page_is_no_abort() -> None:

@@ -64,6 +64,15 @@ def test_slots_that_a_request_does_not_read_may_hold_anything() -> None:
     assert stamps.check(ints(5)[None], b[None], ints(3), SLOTS).tolist() == [True]
 
 
+def test_tokens_beyond_the_table_are_an_abort() -> None:
+    _, stamps, _, b = handed_over(1)
+    stamps.write(ints(5), b, ints(B))
+    assert stamps.check(ints(5)[None], b[None], ints(SLOTS), SLOTS).tolist() == [False]
+    assert stamps.check(ints(5)[None], b[None], ints(SLOTS + 1), SLOTS).tolist() == [True]
+    with pytest.raises(KizamiError, match="captured"):
+        stamps.check(ints(5)[None], b[None].long(), ints(1), SLOTS)
+
+
 def test_a_page_that_nobody_has_filled_is_found() -> None:
     """sglang #30233: decode reads what prefill never wrote."""
     _, stamps, _, b = handed_over(1)

@@ -317,3 +317,30 @@ def test_calls_that_would_stretch_one_tag_over_many_pages_are_refused() -> None:
 def test_reserved_pages_must_exist(reserved: tuple[int, ...]) -> None:
     with pytest.raises(KizamiError, match="reserved pages"):
         PageTags(4, reserved=reserved)
+
+
+def test_a_row_longer_than_the_table_is_an_abort() -> None:
+    tags = PageTags(8)
+    held = tags.acquire([1, 2, 3, 4]).view(2, 2)
+    pages, lengths = torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 3])
+    assert check(tags, pages, held, lengths).tolist() == [False, True]
+    assert mismatches(tags, pages, held, lengths) == [Mismatch(1, 2, -1, 0, None)]
+
+
+@pytest.mark.parametrize(
+    ("pages", "captured", "each"),
+    [((2, 3), (1, 3), None), ((2, 3), (2, 2), None), ((3,), (3,), None), ((2, 3), (2, 3), 1), ((2, 3), (2, 3), 3)],
+)
+def test_shapes_that_torch_would_broadcast_are_refused(
+    pages: tuple[int, ...], captured: tuple[int, ...], each: int | None
+) -> None:
+    lengths = None if each is None else torch.ones(each, dtype=torch.int32)
+    with pytest.raises(KizamiError, match="expected"):
+        check(PageTags(8), torch.zeros(pages, dtype=torch.int32), torch.zeros(captured, dtype=torch.int32), lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
+def test_tags_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    """As u32 they would all be other numbers."""
+    with pytest.raises(KizamiError, match=r"expected .* int32"):
+        check(PageTags(8), torch.ones(1, 1, dtype=torch.int32), torch.ones(1, 1, dtype=dtype))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kizami.calibration.data.tokens import TokenSet
 from kizami.calibration.forward.checks import source_files
@@ -89,7 +90,7 @@ def run_calibration(
     dtype = getattr(torch, settings.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     with torch.inference_mode(), Weights(checkpoint) as weights:
         model = Model(checkpoint, weights)
-        check_tokens(tokens, model)
+        check_tokens(tokens.ids, model)
         chunks = choose_chunks(model, tokens.sequences, tokens.seq_len, settings, dtype.itemsize)
         facts = _facts(checkpoint, tokens, settings, chunks, dtype)
         partial = _place(checkpoint, out)
@@ -286,9 +287,9 @@ def open_device(word: str) -> torch.device:
     return device
 
 
-def check_tokens(tokens: TokenSet, model: Model) -> None:
-    """KizamiError "bad_token"."""
-    ids, vocabulary, longest = tokens.ids, model.config.vocab_size, model.config.max_position_embeddings
+def check_tokens(ids: NDArray[np.int32], model: Model) -> None:
+    """ids: [sequences, seq_len]. KizamiError "bad_token"."""
+    vocabulary, longest = model.config.vocab_size, model.config.max_position_embeddings
     assert ids.ndim == 2, ids.shape
     assert ids.size
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
@@ -297,9 +298,9 @@ def check_tokens(tokens: TokenSet, model: Model) -> None:
             code="bad_token",
             hint="the tokens were made with the tokenizer of another model",
         )
-    if tokens.seq_len > longest:
+    if ids.shape[1] > longest:
         raise KizamiError(
-            f"sequences of {tokens.seq_len} tokens, and the model takes at most {longest} (max_position_embeddings)",
+            f"sequences of {ids.shape[1]} tokens, and the model takes at most {longest} (max_position_embeddings)",
             code="bad_token",
             hint="use a smaller --seq-len",
         )

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kizami.calibration.data.tokens import TokenSet
 from kizami.calibration.forward.layers import embed
 from kizami.calibration.forward.memory import BASE, Chunks, Sizes, choose_chunks, sizes_of
 from kizami.calibration.forward.model import Model
@@ -128,16 +127,16 @@ class Passes:
 
 @contextmanager
 def open_passes(
-    checkpoint: Checkpoint, tokens: TokenSet, settings: Settings, scratch: Path | None, on_event: Listener
+    checkpoint: Checkpoint, ids: NDArray[np.int32], settings: Settings, scratch: Path | None, on_event: Listener
 ) -> Iterator[Passes]:
-    """The model, opened and checked. KizamiError as `Model`, `check_tokens` and `open_device`."""
+    """The model, opened and checked. ids: [sequences, seq_len]. KizamiError as Model, check_tokens and open_device."""
     device = open_device(settings.device)
     dtype = getattr(torch, settings.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     with torch.inference_mode(), Weights(checkpoint) as weights:
         model = Model(checkpoint, weights)
         model.check_head()
-        check_tokens(tokens, model)
-        yield Passes(model, weights, tokens.ids, settings, scratch, dtype, device, on_event)
+        check_tokens(ids, model)
+        yield Passes(model, weights, ids, settings, scratch, dtype, device, on_event)
 
 
 def hidden_states(job: VariantPass, variant: int) -> Load:

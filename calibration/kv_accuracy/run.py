@@ -69,7 +69,7 @@ def measure_kv_accuracy(
     KizamiError "bad_option", "bad_kv_scales", "memory", "unsupported_model", "bad_config", "missing_tensor",
     "shape_mismatch", "unused_tensor", "bad_token", "non_finite", "bad_device", "io_error", "source_changed".
     """
-    with open_passes(checkpoint, tokens, options.settings, options.scratch, on_event) as passes:
+    with open_passes(checkpoint, tokens.ids, options.settings, options.scratch, on_event) as passes:
         for variant in options.variants:
             check_variant(replace(variant, skip=frozenset(options.skip or ())), passes.model)
         return _Sweep(passes, options).measure()

@@ -280,10 +280,17 @@ def _checked(values: torch.Tensor, width: int) -> torch.Tensor:
         raise ValueError(f"values of shape {list(values.shape)}, expected [..., {width}]")
     if values.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"values of {values.dtype}, expected bfloat16, float16 or float32")
-    return values
+    return values if values.stride(-1) == 1 else packed(values)
 
 
 def _checked_rows(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
     if rows.dtype != torch.uint8 or rows.ndim == 0 or rows.shape[-1] != row_bytes:
         raise ValueError(f"rows {rows.dtype} {list(rows.shape)}, expected uint8 [..., {row_bytes}]")
-    return rows.contiguous() if rows.storage_offset() % 4 == 0 else rows.clone()  # views as F32 need it aligned
+    aligned = rows.storage_offset() % 4 == 0 and rows.stride(-1) == 1 and not any(n % 4 for n in rows.stride()[:-1])
+    return rows.contiguous() if aligned else packed(rows)  # views as F32 need it
+
+
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of its shape. One row of a wider tensor, and none, count as contiguous whatever their
+    strides are: `contiguous` leaves those, and a view as another dtype fails."""
+    return values.clone(memory_format=torch.contiguous_format)

@@ -110,7 +110,7 @@ class PagedCache(torch.nn.Module):
         held = _Held()
         if share is not None:
             other, held.length = self._held(share[0]), share[1]
-            if not 0 <= held.length <= other.length:
+            if type(held.length) is not int or not 0 <= held.length <= other.length:
                 message = f"{share[1]} tokens of request {share[0]!r} to share, expected 0 to {other.length}"
                 raise KizamiError(message, code="kv_cache_request")
             held.pages = other.pages[: self._pages_for(held.length)]

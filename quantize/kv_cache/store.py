@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kizami.quantize.kv_cache.layouts import Codec
+from kizami.quantize.kv_cache.layouts import Codec, packed
 
 CPU_ROWS = 1024  # 576 float32 values each: 2.4 MB
 
@@ -43,6 +43,8 @@ class PageStore(torch.nn.Module):
 
     def bytes_of(self, layer: int) -> torch.Tensor:
         """uint8 [pages, page_size * row_bytes]: the memory itself, for hashes, checks and transport."""
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer {layer}, expected 0 to {self.layers - 1}")
         return self.get_buffer(f"layer_{layer}")
 
     def write(self, layer: int, slots: torch.Tensor, values: torch.Tensor) -> None:
@@ -119,4 +121,5 @@ def _word(view: torch.Tensor) -> torch.dtype:
 
 def _words(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows = rows.contiguous()
-    return (rows if rows.storage_offset() % dtype.itemsize == 0 else rows.clone()).view(dtype)
+    aligned = rows.storage_offset() % dtype.itemsize == 0 and rows.stride(0) % dtype.itemsize == 0
+    return (rows if aligned else packed(rows)).view(dtype)

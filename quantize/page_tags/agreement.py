@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kizami.formats.errors import KizamiError
+
 
 def agree(abort: torch.Tensor, group: Any = None) -> torch.Tensor:
     """bool [R], True where any rank of `group` (None: all) says so: abort those. Without torch.distributed, `abort`.
@@ -21,8 +23,12 @@ def agree(abort: torch.Tensor, group: Any = None) -> torch.Tensor:
     minutes by default); NCCL, by its documentation, ends the process after its own. Let it end the step: to go
     on alone with flags that were not agreed on is how batches come apart.
     """
+    if abort.dtype != torch.bool:
+        raise KizamiError(f"abort flags are {abort.dtype}, expected torch.bool", code="page_tags")
     if not (dist.is_available() and dist.is_initialized()):
         return abort
+    if dist.get_rank(group) < 0:
+        raise KizamiError("this rank is not in the group that is to agree", code="page_tags")
     flags = abort.to(torch.int32)  # gloo and NCCL both reduce it
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return flags > 0

@@ -36,10 +36,11 @@ def check(
     """bool [R], True for a request to abort: one of its pages has not the tag that was captured, is free, or is none.
 
     pages: int32 or int64 [R, P], rows padded with anything. captured: int32 [R, P]. lengths: int [R], pages of each row
-    that the step reads; None for all P. first: int [R], the first of them, for a window; None for 0. Reserved pages
-    pass.
+    that the step reads, more than P of which are not there; None for all P. first: int [R], the first of them, for a
+    window; None for 0. Reserved pages pass. KizamiError "page_tags" for other shapes, or tags that are not int32.
     """
-    return _bad(tags, pages, captured, lengths, first).any(dim=1)
+    abort = _bad(tags, pages, captured, lengths, first).any(dim=1)
+    return abort if lengths is None else abort | (lengths > pages.shape[1])
 
 
 def check_pages(
@@ -58,17 +59,36 @@ def mismatches(
     lengths: torch.Tensor | None = None,
     first: torch.Tensor | None = None,
 ) -> list[Mismatch]:
-    """What `check` with the same arguments goes by, for the log. Waits for the device: to be called if it failed."""
+    """What `check` with the same arguments goes by, for the log; a row that is longer than the table has the page -1
+    behind its end. Waits for the device: to be called if it failed."""
     rows, places = _bad(tags, pages, captured, lengths, first).nonzero(as_tuple=True)
     ids = pages[rows, places]
     columns = zip(
         rows.tolist(), places.tolist(), ids.tolist(), captured[rows, places].tolist(), tags.find(ids).tolist(),
         strict=True,
     )  # fmt: skip
-    return [
+    found = [
         Mismatch(row, place, page, expected & U32, (found & U32) if 0 <= page < tags.pages else None)
         for row, place, page, expected, found in columns
     ]
+    width = pages.shape[1]
+    beyond = [] if lengths is None else (lengths > width).nonzero().reshape(-1).tolist()
+    return found + [Mismatch(row, width, -1, 0, None) for row in beyond]
+
+
+def check_shapes(
+    pages: torch.Tensor, captured: torch.Tensor, lengths: torch.Tensor | None, first: torch.Tensor | None
+) -> None:
+    """What torch would broadcast in silence, or compare as other numbers. Reads no values. KizamiError "page_tags"."""
+    if pages.ndim != 2 or captured.shape != pages.shape or captured.dtype != torch.int32:
+        raise KizamiError(
+            f"pages {list(pages.shape)} and captured tags {captured.dtype} {list(captured.shape)}, expected [R, P] and "
+            "int32 [R, P]",
+            code="page_tags",
+        )
+    for name, each in (("lengths", lengths), ("first", first)):
+        if each is not None and each.shape != pages.shape[:1]:
+            raise KizamiError(f"{name} {list(each.shape)}, expected {list(pages.shape[:1])}", code="page_tags")
 
 
 def _bad_tags(tags: PageTags, pages: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:
@@ -87,6 +107,7 @@ def _bad(
     lengths: torch.Tensor | None,
     first: torch.Tensor | None,
 ) -> torch.Tensor:
+    check_shapes(pages, captured, lengths, first)
     bad = _bad_tags(tags, pages, captured)
     if lengths is not None or first is not None:
         place = torch.arange(pages.shape[1], dtype=torch.int32, device=pages.device)

@@ -62,6 +62,8 @@ class Attached:
                 "with page 0 reserved",
                 code="page_tags",
             )
+        if any(name in vars(allocator) for name in self._names):
+            raise KizamiError("tags are attached to this allocator already", code="page_tags", hint="detach them first")
         self._adopt()
         for name in self._names:
             setattr(allocator, name, self._wrapped(name, getattr(allocator, name)))

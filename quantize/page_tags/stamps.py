@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kizami.quantize.page_tags.check import check_shapes
 from kizami.quantize.page_tags.tags import U32
 
 UNWRITTEN = -1
@@ -87,10 +88,12 @@ class Stamps:
     ) -> torch.Tensor:
         """bool [R], True for a request to abort: a slot that it will read is not stamped with its page and tag.
 
-        pages, tags: int32 [R, P], its block table. tokens: int [R], how many it reads. owners: int32 [R, P], who must
+        pages, tags: int32 [R, P], its block table. tokens: int [R], how many it reads; more than P pages hold are not
+        there. KizamiError "page_tags" for other shapes. owners: int32 [R, P], who must
         have filled each page (of a shared page, not the reader); None: not compared, the tag names the owner's time.
         """
-        return self._bad(pages, tags, tokens, page_size, owners).flatten(1).any(1)
+        bad = self._bad(pages, tags, tokens, page_size, owners).flatten(1).any(1)
+        return bad | (tokens > pages.shape[1] * page_size)
 
     def mismatches(
         self,
@@ -127,6 +130,7 @@ class Stamps:
         owners: torch.Tensor | None,
     ) -> torch.Tensor:
         """bool [R, P, per_page]."""
+        check_shapes(pages, tags, tokens, None)
         records = self._records_of(pages)
         bad = records[..., 0] != pages[..., None]
         bad |= records[..., 1] != tags[..., None]

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kizami.quantize.page_tags.check import check_shapes
 from kizami.quantize.page_tags.tags import PageTags
 
 BLOCK = 1024  # places of a table that one program looks at
@@ -27,7 +28,8 @@ def _check_kernel(  # type: ignore[no-untyped-def]
     bad = read & ((tag != held) | ((tag & 1) == 0))
     for i in range(RESERVED):
         bad = bad & (page != tl.load(reserved + i))
-    if tl.max(bad.to(tl.int32), axis=0) > 0:
+    beyond = tl.load(lengths + row) > width
+    if (tl.max(bad.to(tl.int32), axis=0) > 0) | beyond:
         tl.store(abort + row, 1)
 
 
@@ -39,10 +41,11 @@ def check(
     first: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As check.check, to the bit. Rows of `pages` and `captured` must be contiguous, all on the tags' device."""
+    check_shapes(pages, captured, lengths, first)
     requests, width = pages.shape
     abort = torch.zeros(requests, dtype=torch.int32, device=pages.device)
     if not requests or not width:
-        return abort > 0
+        return abort > 0 if lengths is None else lengths > width
     lengths = torch.full_like(abort, width) if lengths is None else lengths
     first = torch.zeros_like(abort) if first is None else first
     grid = (requests, triton.cdiv(width, BLOCK))

@@ -20,6 +20,7 @@ A prefix hit on a block that the cache should have forgotten is a Finding.USE_OF
 right hash has a valid tag.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class Attached:
                 f"the null block {pool.null_block.block_id} reserved",
                 code="page_tags",
             )
+        if any(name in vars(pool) for name in self._names):
+            raise KizamiError("tags are attached to this pool already", code="page_tags", hint="detach them first")
         kept = [block for block in pool.blocks if not block.is_null and (block.ref_cnt or block.block_hash is not None)]
         self.tags.acquire(_ids(kept))
         self.tags.park(_ids([block for block in kept if not block.ref_cnt]))
@@ -102,8 +105,10 @@ class Attached:
     ) -> None:
         them = list(blocks)  # may be an iterator, which only one of us could walk
         original(them)
-        # Below 0: freed more often than held, which vLLM does not notice; the tags say DOUBLE_RELEASE.
-        gone = list({block.block_id: block for block in self._mine(them) if block.ref_cnt <= 0}.values())
+        # Below 0: freed more often than held, which vLLM does not notice; the tags say DOUBLE_RELEASE, once for each.
+        named = Counter(block.block_id for block in self._mine(them))
+        freed = {block.block_id: block for block in self._mine(them) if block.ref_cnt <= 0}
+        gone = [block for i, block in freed.items() for _ in range(min(named[i], 1 - block.ref_cnt))]
         kept = [block for block in gone if keeps(block)]
         self.tags.park(_ids(kept))
         self.tags.release(_ids([block for block in gone if not keeps(block)]))
