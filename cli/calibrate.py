@@ -137,7 +137,7 @@ def read_data(
         from kizami.calibration.data.tokens import TokenSettings, read_sample, read_tokens
 
     opened = Tokenizer.open(checkpoint.root if tokenizer is None else locate(tokenizer))
-    settings, vocabulary = TokenSettings(samples, seq_len, seed), _vocabulary(checkpoint)
+    settings, vocabulary = TokenSettings(samples, seq_len, seed), vocabulary_of(checkpoint)
     tokens = read_tokens(data, opened, settings, vocabulary) if data else read_sample(opened, settings, vocabulary)
     return _with_lacks(checkpoint, tokens, opened.template)
 
@@ -199,7 +199,7 @@ def _text_config(checkpoint: "Checkpoint") -> Mapping[str, Any]:
     return find_family(checkpoint.config, checkpoint.tensors)[0].text_config
 
 
-def _vocabulary(checkpoint: "Checkpoint") -> int:
+def vocabulary_of(checkpoint: "Checkpoint") -> int:
     size = _text_config(checkpoint).get("vocab_size")
     if type(size) is not int or size < 1:
         raise KizamiError("has no vocab_size", code="bad_config", file="config.json")

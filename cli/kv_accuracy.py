@@ -76,7 +76,7 @@ def kv_accuracy(
         from kizami.calibration.machine import use_threads
 
         use_threads(threads or available_cores())
-    variants = _variants(checkpoint, served, layout, kv_scales)
+    variants = read_variants(checkpoint, served, layout, kv_scales)
     unserved = [*_unserved(variants), *_of_other_configs(variants, config_sha256(checkpoint))]
     ui.warn(unserved)
     with refusing_out_of_memory(max_memory, resumes=False):
@@ -119,10 +119,11 @@ def _measure(ui: Ui, checkpoint: "Checkpoint", tokens: Any, options: Any) -> dic
     return kv_accuracy_body(checkpoint, tokens, found) | {"needs": watch.needs}
 
 
-def _variants(
+def read_variants(
     checkpoint: "Checkpoint", served: "ServedModel", layouts: list[str] | None, files: list[Path] | None
 ) -> tuple["Variant", ...]:
-    """The layouts in the order in which they were named, then one for each file."""
+    """The layouts in the order in which they were named, None for all that the cache can have, then one for each
+    file."""
     from kizami.calibration.kv_accuracy.variants import Variant
     from kizami.formats.serving.kv_layout import Layout, layouts_of
     from kizami.quantize.kv_scales.scale_file import read_kv_scales
@@ -131,12 +132,14 @@ def _variants(
         if word not in (Layout.RAW, Layout.DS_MLA):
             expected = f"{Layout.RAW} or {Layout.DS_MLA}"
             raise KizamiError(f"--layout {printable(word, 60)}; expected {expected}", code="bad_option")
-    chosen = list(dict.fromkeys(map(Layout, layouts))) if layouts else layouts_of(served)[1:]
+    chosen = layouts_of(served)[1:] if layouts is None else list(dict.fromkeys(map(Layout, layouts)))
     found = [Variant("fp8 at 1.0" if one is Layout.RAW else str(one), one) for one in chosen]
+    names = [file.name for file in dict.fromkeys(files or ())]
     for file in dict.fromkeys(files or ()):
         scales = read_kv_scales(file, checkpoint)
         per = "head" if scales.granularity == "attn_head" else "layer"
-        found.append(Variant(f"fp8, {printable(file.name, 40)} (per {per})", Layout.RAW, scales))
+        name = file.name if names.count(file.name) == 1 else str(file)
+        found.append(Variant(f"fp8, {printable(name, 80)} (per {per})", Layout.RAW, scales))
     return tuple(found)
 
 

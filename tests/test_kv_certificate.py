@@ -395,6 +395,22 @@ def test_a_yarn_factor_that_is_not_said_is_that_of_the_lengths() -> None:
     )
 
 
+def test_the_class_decides_what_a_norm_multiplies_with(tmp_path: Path) -> None:
+    made = gqa(model_type="llama", architecture="Gemma2ForCausalLM").save(tmp_path / "src")
+    for bound in layers_of(made)[0].bounds:
+        assert bound.value is None
+        assert "the norms of Gemma2ForCausalLM" in bound.says
+
+
+def test_a_layer_under_two_numbers_vouches_for_nothing(tmp_path: Path) -> None:
+    plain = layers_of(gqa(size=40.0).save(tmp_path / "plain"))
+    made = gqa(size=40.0)
+    tensors = made.shards["model.safetensors"]
+    for name in [name for name in tensors if ".layers.1." in name]:
+        tensors[name.replace(".1.", ".01.")] = gqa(size=0.001).shards["model.safetensors"][name]
+    assert [source.bounds for source in layers_of(made.save(tmp_path / "src"))] == [source.bounds for source in plain]
+
+
 def test_norms_that_may_multiply_with_one_plus_gamma_prove_nothing(tmp_path: Path) -> None:
     made = gqa(model_type="qwen3_next", architecture="Qwen3NextForCausalLM").save(tmp_path / "src")
     for bound in layers_of(made)[0].bounds:

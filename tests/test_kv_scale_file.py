@@ -81,6 +81,17 @@ def test_bf16_is_exact_and_1_says_nothing(source: Checkpoint, tmp_path: Path) ->
     assert [layer.source for layer in scales.layers] == ["carried over", "not calibrated"]
 
 
+@pytest.mark.parametrize("value", [1e-30, 1e-7, 448.0 * 10, 1e30])
+def test_a_number_that_is_hardly_a_scale_is_flagged(
+    kizami: Run, source: Checkpoint, tmp_path: Path, value: float
+) -> None:
+    file = save(tmp_path, GOOD | {V1: f32([value])})
+    (found,) = read_kv_scales(file, source).layers[1].findings
+    assert found.startswith(f"a scale of {np.float32(value):g}: is it a scale")
+    assert found in kizami("kv-scales", source.root, "--from", file).err
+    assert found in kizami("plan", source.root, "--kv-scales", file).err
+
+
 @pytest.mark.parametrize("by_head", [False, True])
 def test_what_kizami_writes_for_a_checkpoint_comes_back(source: Checkpoint, tmp_path: Path, by_head: bool) -> None:
     scales = scales_of(source, BY_HEAD if by_head else VALUES)
@@ -117,6 +128,14 @@ BAD: dict[str, tuple[dict[str, Tensor], str, str, str | None]] = {
     "a layer too many": (
         GOOD | {"model.layers.2.self_attn.k_scale": f32([1.0])}, "kv_scales_mismatch", "is of layer 2; the model has 2",
         "model.layers.2.self_attn.k_scale",
+    ),
+    "two models": (
+        GOOD | {"draft.layers.0.self_attn.k_scale": f32([8.0])}, "bad_kv_scales", "one model's scales",
+        "draft.layers.0.self_attn.k_scale",
+    ),
+    "a layer under two numbers": (
+        GOOD | {"model.layers.01.self_attn.k_scale": f32([8.0])}, "bad_kv_scales",
+        "expected model.layers.1.self_attn.k_scale", "model.layers.01.self_attn.k_scale",
     ),
     "a weight": (
         GOOD | {"model.norm.weight": f32([1.0])}, "bad_kv_scales", "is not the KV scale", "model.norm.weight",

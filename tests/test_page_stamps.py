@@ -173,6 +173,19 @@ def test_a_page_is_the_sum_of_its_filled_rows() -> None:
     assert found.tolist() == expected
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("at", [0, 4, 5])
+def test_rows_are_hashed_wherever_they_lie(rows: int, at: int) -> None:
+    wide = torch.arange(rows * 100, dtype=torch.uint8).view(rows, 100)
+    slots = torch.arange(rows)
+    assert torch.equal(row_hashes(wide[:, at : at + 64], slots), row_hashes(wide[:, at : at + 64].clone(), slots))
+
+
+def test_a_page_that_does_not_exist_is_filled_by_nobody() -> None:
+    none = torch.tensor([[-1]], dtype=torch.int32)
+    assert Stamps(4).check(none, none, torch.tensor([1]), 4).tolist() == [True]
+
+
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(0, 3), st.integers(0, 47), st.integers(0, 7), st.integers(0, 3))
 def test_any_bit_of_a_filled_row_changes_the_hash_and_no_other_does(row: int, at: int, bit: int, filled: int) -> None:

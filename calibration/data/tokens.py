@@ -89,10 +89,8 @@ def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer, settings: TokenSett
 
 
 def read_sample(tokenizer: Tokenizer, settings: TokenSettings, vocab_size: int) -> TokenSet:
-    """The same from the texts that kizami ships: some 50,000 tokens, and chats only where there is a chat template."""
-    folder = Path(str(files("kizami.calibration.data").joinpath("sample")))
-    paths = sorted(path for path in folder.iterdir() if tokenizer.template or path.name not in SAMPLE_CHATS)
-    made = read_tokens(paths, tokenizer, settings, vocab_size)
+    """The same from the texts that kizami ships: some 50,000 tokens."""
+    made = read_tokens(sample_files(tokenizer), tokenizer, settings, vocab_size)
     sources = tuple(replace(source, name=f"{source.name} (built-in sample)") for source in made.sources)
     short = f", {made.sequences:,} sequences instead of {settings.samples:,}" * (made.sequences < settings.samples)
     warnings = [
@@ -102,6 +100,12 @@ def read_sample(tokenizer: Tokenizer, settings: TokenSettings, vocab_size: int) 
     if not tokenizer.template:
         warnings.append(f"{tokenizer.root} has no chat template: the chats of the built-in sample are left out")
     return replace(made, sources=sources, warnings=tuple(warnings), built_in=True)
+
+
+def sample_files(tokenizer: Tokenizer) -> list[Path]:
+    """The texts that kizami ships; chats only where there is a chat template."""
+    folder = Path(str(files("kizami.calibration.data").joinpath("sample")))
+    return sorted(path for path in folder.iterdir() if tokenizer.template or path.name not in SAMPLE_CHATS)
 
 
 def tokens_sha256(ids: NDArray[np.int32]) -> str:

@@ -104,10 +104,11 @@ def choose_layer(
     findings += _of_choice(scales, windows, proved, model)
     if given is None:
         findings += _of_carried(carried, scales, windows, heads)
-    elif not model.is_mla:
-        findings += _of_given(given, windows)
+    else:
+        findings += [KvFinding("flag", text) for text in given.findings]
+        findings += [] if model.is_mla else _of_given(given, windows)
     texts = tuple(finding.text for finding in findings if finding.severity != "note")
-    final = replace(scales, findings=tuple(dict.fromkeys((*scales.findings, *texts)))[:MAX_FINDINGS])
+    final = replace(scales, findings=texts[:MAX_FINDINGS])
     return LayerChoice(final, source.bounds, windows, tuple(findings))
 
 

@@ -38,6 +38,7 @@ from kizami.quantize.source_rows import SOURCE_VIEWS, opened, read_scales
 PLAIN_NORMS = KNOWN_FAMILIES | {
     "deepseek_v2", "exaone4", "glm4", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
 }  # fmt: skip
+PLAIN_STEMS = {name.replace("_", "") for name in PLAIN_NORMS}
 # transformers' classes with a QK-norm whatever the config says, and those with one where `use_qk_norm` is true; others
 # do not know that key.
 NORMED_KEYS = frozenset({"exaone4", "qwen3", "qwen3_moe"})
@@ -91,7 +92,7 @@ def attention_names(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[i
         place = family.place(name)
         if place.layer is None or place.role is Role.VISION:
             continue
-        if not name.startswith(prefix) and place.layer not in family.mtp_layers:
+        if not name.startswith(f"{prefix}{place.layer}.") and place.layer not in family.mtp_layers:
             continue
         marker = ".self_attn." if ".self_attn." in name else "."
         rest = name.rpartition(marker)[2] if marker != "." else name[name.rindex("input_layernorm") :]
@@ -111,10 +112,10 @@ class _Source:
         """Of one layer, by its tensors' names."""
         text = self.family.text_config
         kinds = ("latent", "k_pe") if self.model.is_mla else ("k", "v")
-        if str(text.get("model_type") or self.family.name) not in PLAIN_NORMS:
-            why = (
-                f"whether the norms of {printable(self.family.name, 40)} multiply with gamma or 1 + gamma is not known"
-            )
+        kind, stem = str(text.get("model_type") or self.family.name), _stem(self.model.architecture)
+        if kind not in PLAIN_NORMS or stem not in PLAIN_STEMS:  # engines go by the class
+            name = printable(self.model.architecture if kind in PLAIN_NORMS else self.family.name, 40)
+            why = f"whether the norms of {name} multiply with gamma or 1 + gamma is not known"
             return tuple(Bound(kind, None, why) for kind in kinds)
         if (eps := text.get("rms_norm_eps")) is not None and (type(eps) not in (int, float) or not 0 <= eps < 1):
             why = f"rms_norm_eps is {printable(repr(eps), 40)}, expected a number from 0 to 1"
@@ -244,6 +245,11 @@ class _Source:
     def carried(self, names: Mapping[str, str]) -> Carried | None:
         infos = {rest: self.tensors[name] for rest, name in names.items()}
         return layer_scales(infos, self.model.kv_heads, self.reader.read)
+
+
+def _stem(architecture: str) -> str:
+    """`glm4moe` of `Glm4MoeForCausalLM`."""
+    return architecture.partition("For")[0].lower()
 
 
 ROPE_UNKNOWN = "whether this rope type scales cos and sin is not known"

@@ -16,9 +16,12 @@ from kizami.formats.families import Family, find_family
 from kizami.formats.files import open_regular, read_exactly
 from kizami.formats.header import Header, read_header
 from kizami.formats.kv_scales.neutral import MAX_BYTES, SUFFIX, KvScales, LayerScales, Source, is_sha256
+from kizami.formats.kv_scales.tensors import find_prefix
 from kizami.formats.serving.model import ServedModel, compared_type, read_model
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.kv_scales.carried import Carried, is_kv_scale, layer_scales, spread
+
+LEAST, MOST = 1e-6, 1e3  # 448 times these: below any cache's plateau, above any activation that BF16 models have
 
 
 def read_kv_scales(path: Path, checkpoint: Checkpoint) -> KvScales:
@@ -51,7 +54,7 @@ def read_kv_scales(path: Path, checkpoint: Checkpoint) -> KvScales:
 
 
 def is_tensor_file(path: Path) -> bool:
-    return path.suffix == SUFFIX
+    return path.suffix.lower() == SUFFIX
 
 
 def _bytes(path: Path, header: Header) -> bytes:
@@ -64,11 +67,14 @@ def _bytes(path: Path, header: Header) -> bytes:
 
 def _carried(header: Header, raw: bytes, family: Family, model: ServedModel) -> list[Carried]:
     names: dict[int, dict[str, TensorInfo]] = {}
+    prefix = find_prefix(info.name for info in header.tensors)
     for info in header.tensors:
         _, _, rest = info.name.partition(".self_attn.")
         layer = family.place(info.name).layer
         if not is_kv_scale(rest) or layer is None:
             raise _bad_tensor(info, "is not the KV scale of a layer", "bad_kv_scales")
+        if info.name != f"{prefix}{layer}.self_attn.{rest}":
+            raise _bad_tensor(info, f"expected {prefix}{layer}.self_attn.{rest}: one model's scales", "bad_kv_scales")
         if layer >= model.layers:
             raise _bad_tensor(info, f"is of layer {layer}; the model has {model.layers}, from 0", "kv_scales_mismatch")
         names.setdefault(layer, {})[rest] = info
@@ -97,7 +103,9 @@ def _bad_tensor(info: TensorInfo, message: str, code: str) -> KizamiError:
 
 def _layer(number: int, carried: Carried, heads: int) -> LayerScales:
     source: Source = "not calibrated" if carried.is_unity else "carried over"
-    return LayerScales(number, spread(carried.k, heads), spread(carried.v, heads), source)
+    odd = [value for value in (*carried.k, *carried.v) if not LEAST <= value <= MOST]
+    findings = (f"a scale of {odd[0]:g}: is it a scale, not its reciprocal or a largest value?",) if odd else ()
+    return LayerScales(number, spread(carried.k, heads), spread(carried.v, heads), source, findings)
 
 
 def _config_sha256(header: Header, raw: bytes) -> str | None:

@@ -25,7 +25,10 @@ def row_hashes(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """int64 [...]: the hashes of rows uint8 [..., bytes], bytes a multiple of 8, at slots int [...] of their page."""
     if rows.shape[-1] % 8:
         raise KizamiError(f"rows of {rows.shape[-1]} bytes, expected a multiple of 8", code="page_tags")
-    words = rows.contiguous().view(torch.int64)
+    dense = rows.contiguous()  # which one row of a wider tensor is, whatever its stride
+    if dense.storage_offset() % 8 or any(stride % 8 for stride in dense.stride()[:-1]):
+        dense = rows.clone(memory_format=torch.contiguous_format)
+    words = dense.view(torch.int64)
     places = torch.arange(1, words.shape[-1] + 1, dtype=torch.int64, device=rows.device).mul_(_as_int64(GOLDEN))
     total = _finalise(words + places).sum(-1)
     return _finalise(total.add_((slots.to(torch.int64) + 1).mul_(_as_int64(GOLDEN))))

@@ -133,6 +133,7 @@ class Stamps:
         check_shapes(pages, tags, tokens, None)
         records = self._records_of(pages)
         bad = records[..., 0] != pages[..., None]
+        bad |= ((pages < 0) | (pages >= len(self.records)))[..., None]
         bad |= records[..., 1] != tags[..., None]
         if owners is not None:
             bad |= records[..., 2] != owners[..., None]
