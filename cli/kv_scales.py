@@ -69,7 +69,7 @@ def kv_scales(
     if json:
         ui.emit("kv-scales", body)
     else:
-        show_kv_scales(ui, made, body)
+        show_kv_scales(ui, made, body, wanted=output is not None)
     if made.clips or (refused is not None and output is not None):
         raise typer.Exit(1)
 
@@ -190,6 +190,6 @@ COMMAND = Command(
     (
         "kizami kv-scales GLM-5.2-FP8/",
         "kizami kv-scales GLM-4.7-FP8/ --stats stats/ -o kv.json",
-        "kizami kv-scales Llama-3.3-70B/ --stats stats/ --format sglang --tp 8 -o kv_cache_scales.json",
+        "kizami kv-scales Llama-3.3-70B/ --from kv.safetensors --format sglang --tp 8 -o kv_cache_scales.json",
     ),
 )

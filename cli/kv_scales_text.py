@@ -16,7 +16,8 @@ MTP_SHOWN = 4
 HEADS = ("layers", "source", ">scale K", ">scale V", ">bound", ">measured amax", ">headroom", "findings")
 
 
-def show_kv_scales(ui: Ui, made: "Assessment", body: dict[str, Any]) -> None:
+def show_kv_scales(ui: Ui, made: "Assessment", body: dict[str, Any], *, wanted: bool) -> None:
+    """wanted: whether a file was asked for."""
     scales = made.scales
     ui.pairs([
         ("model", f"{scales.architecture} ({scales.model_type}), {scales.attention.upper()}"),
@@ -36,7 +37,10 @@ def show_kv_scales(ui: Ui, made: "Assessment", body: dict[str, Any]) -> None:
         ui.heading("kv_cache_scheme, for the quantization_config beside the tensors")
         ui.say(json.dumps(body["kv_cache_scheme"]))
     ui.warn([*_warnings(made), *_one_number(made, body)])
-    ui.fail(_failures(made, body), shown=3)
+    refused = [body["refused"]] if body["refused"] is not None else []
+    if not wanted:
+        ui.warn(refused)
+    ui.fail([*_clipped(made), *(refused if wanted else [])], shown=3)
     ui.result(_last(made, body))
 
 
@@ -149,14 +153,13 @@ def _one_number(made: "Assessment", body: dict[str, Any]) -> list[str]:
     return [f"SGLang's file has one number per layer: the larger of K's and V's is written of layers {_ranges(layers)}"]
 
 
-def _failures(made: "Assessment", body: dict[str, Any]) -> list[str]:
-    clips = [
+def _clipped(made: "Assessment") -> list[str]:
+    return [
         f"layer {layer.scales.layer}: {finding.text}"
         for layer in made.layers
         for finding in layer.findings
         if finding.severity == "clips"
     ]
-    return clips + ([body["refused"]] if body["refused"] is not None else [])
 
 
 def _last(made: "Assessment", body: dict[str, Any]) -> str:

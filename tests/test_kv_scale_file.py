@@ -14,7 +14,7 @@ from make_cases import Tensor, bf, f8, f32, write_file
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.kv_scales.neutral import MAX_BYTES, KvScales
-from kizami.formats.kv_scales.tensors import encode_tensors
+from kizami.formats.kv_scales.tensors import RECORD, encode_tensors
 from kizami.quantize.kv_scales.scale_file import read_kv_scales
 
 K0, V0, K1, V1 = (f"model.layers.{layer}.self_attn.{kind}_scale" for layer in (0, 1) for kind in "kv")
@@ -97,9 +97,7 @@ def test_what_kizami_writes_for_a_checkpoint_comes_back(source: Checkpoint, tmp_
     scales = scales_of(source, BY_HEAD if by_head else VALUES)
     path = tmp_path / "kv.safetensors"
     path.write_bytes(encode_tensors(scales))
-    read = read_kv_scales(path, source)
-    assert values_of(read) == values_of(scales)
-    assert (read.config_sha256, read.granularity) == (scales.config_sha256, scales.granularity)
+    assert read_kv_scales(path, source) == scales, "with who vouches for them"
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
@@ -178,8 +176,23 @@ def test_tensors_that_kizami_made_of_another_config_are_refused(
     path.write_bytes(encode_tensors(scales_of(source, config_sha256="0" * 64)))
     done = kizami("convert", source.root, tmp_path / "out", "--kv-scales", path, "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "kv_scales_mismatch")
-    write_file(path, GOOD, {"config_sha256": "word"})
-    with pytest.raises(KizamiError, match="config_sha256 is word, expected a SHA-256"):
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"schema": "kizami.kv-scales/1"}'])
+def test_a_record_that_is_none_is_refused(source: Checkpoint, tmp_path: Path, record: str) -> None:
+    path = tmp_path / "kv.safetensors"
+    write_file(path, GOOD, {RECORD: record})
+    with pytest.raises(KizamiError) as refused:
+        read_kv_scales(path, source)
+    assert refused.value.code in ("bad_json", "bad_kv_scales")
+
+
+def test_tensors_that_their_record_does_not_have_are_refused(source: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "kv.safetensors"
+    data = bytearray(encode_tensors(scales_of(source)))
+    data[-4:] = np.float32(1.5).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(KizamiError, match="not those that its metadata records"):
         read_kv_scales(path, source)
 
 
@@ -191,7 +204,9 @@ def test_they_go_into_an_output_and_verify_holds_it_to_them(kizami: Run, source:
     assert kizami("convert", source.root, out, "--kv-scales", file, "-q").code == 0
     tensors = Checkpoint.open(out).tensors
     assert {"model.layers.0.self_attn.attn.k_scale", "model.layers.1.self_attn.attn.v_scale"} <= tensors.keys()
-    assert kizami("verify", out, "--against", source.root, "--kv-scales", file).code == 0
+    done = kizami("verify", out, "--against", source.root, "--kv-scales", file)
+    assert done.code == 0
+    assert "KV scales are those of FILE: 2 layers" in done.err
     other = save(tmp_path / "other", GOOD | {V1: f32([1.5])})
     done = kizami("verify", out, "--kv-scales", other)
     assert done.code == 1
@@ -204,7 +219,7 @@ def test_verify_holds_measured_scales_to_the_numbers_of_a_file(kizami: Run, sour
     measured.write(tmp_path / "kv.json")
     assert kizami("convert", source.root, out, "--kv-scales", tmp_path / "kv.json", "-q").code == 0
     assert kizami("verify", out, "--kv-scales", save(tmp_path, GOOD)).code == 0
-    for theirs, code in ((scales_of(source), 0), (scales_of(source, config_sha256="0" * 64), 1)):
+    for theirs, code in ((measured, 0), (scales_of(source), 1), (scales_of(source, config_sha256="0" * 64), 1)):
         (tmp_path / "made.safetensors").write_bytes(encode_tensors(theirs))
         assert kizami("verify", out, "--kv-scales", tmp_path / "made.safetensors").code == code
 

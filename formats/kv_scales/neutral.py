@@ -155,7 +155,7 @@ def _decode(body: Mapping[str, Any], file: str) -> KvScales:
     if not is_gqa and body["granularity"] != "tensor":
         raise _bad("granularity", body["granularity"], "tensor, for a latent", file)
     for key in ("config_sha256", "statistics_sha256"):
-        if body[key] is not None and not is_sha256(body[key]):
+        if body[key] is not None and not _is_sha256(body[key]):
             raise _bad(key, body[key], "a SHA-256 of 64 hexadecimal digits", file)
     layers = body["layers"]
     if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
@@ -209,7 +209,7 @@ def _is_line(text: object) -> bool:
     return isinstance(text, str) and len(text) <= 1000
 
 
-def is_sha256(text: object) -> bool:
+def _is_sha256(text: object) -> bool:
     return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 

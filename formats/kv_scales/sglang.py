@@ -19,7 +19,9 @@ def sglang_file(scales: KvScales, tp: int, *, force: bool = False) -> dict[str, 
         raise KizamiError(
             f"{printable(why)}; it has no use for this file",
             code="no_kv_json",
-            hint="--format checkpoint writes tensors, where the class takes those; --format json what kizami knows",
+            hint="--format checkpoint writes tensors"
+            if scales.attention == "gqa"
+            else "--format json has what is known",
         )
     by_layer = {str(layer.layer): max(layer.values) for layer in scales.layers}
     ranks = {str(rank): dict(by_layer) for rank in range(tp)}

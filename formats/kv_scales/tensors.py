@@ -23,6 +23,7 @@ KV_CACHE_SCHEME: dict[str, Any] = {
     "dynamic": False,
 }
 LAYERS = "model.layers."
+RECORD = "kizami.kv-scales"  # of the metadata: the scales as kizami's JSON has them
 # Where transformers' classes have the layers of their language model; the first that is there counts.
 LANGUAGE_MODELS = (LAYERS, "language_model.model.layers.", "model.language_model.layers.", "language_model.layers.")
 
@@ -48,13 +49,12 @@ def scale_tensors(scales: KvScales, prefix: str = LAYERS) -> dict[str, NDArray[n
 
 
 def encode_tensors(scales: KvScales, prefix: str = LAYERS) -> bytes:
-    """A safetensors file of the tensors alone, the scheme in its metadata: to be added to a checkpoint's folder and
-    index, with `kv_cache_scheme` in its quantization_config."""
+    """A safetensors file of the tensors alone, in its metadata the scheme, and who vouches for them: to be added to a
+    checkpoint's folder and index, with `kv_cache_scheme` in its quantization_config."""
     tensors = scale_tensors(scales, prefix)
     specs = [TensorSpec(name, "F32", array.shape) for name, array in tensors.items()]
     scheme = json.dumps(kv_cache_scheme(scales))
-    made_from = {} if scales.config_sha256 is None else {"config_sha256": scales.config_sha256}
-    header = encode_header(specs, {**PT_METADATA, "kv_cache_scheme": scheme, **made_from})
+    header = encode_header(specs, {**PT_METADATA, "kv_cache_scheme": scheme, RECORD: json.dumps(scales.document())})
     return header + b"".join(array.astype("<f4").tobytes() for array in tensors.values())
 
 

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kizami.formats.checkpoint import Checkpoint
-from kizami.formats.errors import KizamiError, printable
+from kizami.formats.errors import KizamiError
 from kizami.formats.families import Family, find_family
 from kizami.formats.files import open_regular, read_exactly
 from kizami.formats.header import Header, read_header
-from kizami.formats.kv_scales.neutral import MAX_BYTES, SUFFIX, KvScales, LayerScales, Source, is_sha256
-from kizami.formats.kv_scales.tensors import find_prefix
+from kizami.formats.kv_scales.neutral import MAX_BYTES, SUFFIX, KvScales, LayerScales, Source
+from kizami.formats.kv_scales.tensors import RECORD, find_prefix
 from kizami.formats.serving.model import ServedModel, compared_type, read_model
+from kizami.formats.strict_json import parse_json_object
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.kv_scales.carried import Carried, is_kv_scale, layer_scales, spread
 
@@ -36,8 +37,24 @@ def read_kv_scales(path: Path, checkpoint: Checkpoint) -> KvScales:
     if header.file_size > MAX_BYTES:
         expected = f"at most {MAX_BYTES}: KV scales and nothing else"
         raise KizamiError(f"has {header.file_size} bytes, expected {expected}", code="bad_kv_scales", file=path.name)
+    raw = _bytes(path, header)
+    found = _of_tensors(header, raw, checkpoint)
+    recorded = _record(header, raw)
+    if recorded is None:
+        return found
+    if (recorded.granularity, _values(recorded)) != (found.granularity, _values(found)):
+        raise KizamiError(
+            "the tensors are not those that its metadata records",
+            code="bad_kv_scales",
+            file=path.name,
+            hint="kizami kv-scales writes both; change neither",
+        )
+    return recorded
+
+
+def _of_tensors(header: Header, raw: bytes, checkpoint: Checkpoint) -> KvScales:
     family, _ = find_family(checkpoint.config, checkpoint.tensors)
-    model, raw = read_model(checkpoint.config, family), _bytes(path, header)
+    model = read_model(checkpoint.config, family)
     carried = _carried(header, raw, family, model)
     by_head = any(len(layer.k + layer.v) > 2 for layer in carried)
     heads = model.kv_heads if by_head else 1
@@ -47,10 +64,23 @@ def read_kv_scales(path: Path, checkpoint: Checkpoint) -> KvScales:
         attention=model.attention.value,
         kv_heads=model.kv_heads,
         granularity="attn_head" if by_head else "tensor",
-        config_sha256=_config_sha256(header, raw),
+        config_sha256=None,
         statistics_sha256=None,
         layers=tuple(_layer(number, layer, heads) for number, layer in enumerate(carried)),
     )
+
+
+def _record(header: Header, raw: bytes) -> KvScales | None:
+    """What `--format checkpoint` wrote beside the tensors: it knows more than numbers."""
+    metadata: Mapping[str, Any] = json.loads(raw[8 : header.data_begin]).get("__metadata__") or {}
+    text = metadata.get(RECORD)
+    if text is None:
+        return None
+    return KvScales.parse(parse_json_object(text.encode(), header.file, what=f"metadata {RECORD}"), header.file)
+
+
+def _values(scales: KvScales) -> list[tuple[float, ...]]:
+    return [layer.values for layer in scales.layers]
 
 
 def is_tensor_file(path: Path) -> bool:
@@ -106,13 +136,3 @@ def _layer(number: int, carried: Carried, heads: int) -> LayerScales:
     odd = [value for value in (*carried.k, *carried.v) if not LEAST <= value <= MOST]
     findings = (f"a scale of {odd[0]:g}: is it a scale, not its reciprocal or a largest value?",) if odd else ()
     return LayerScales(number, spread(carried.k, heads), spread(carried.v, heads), source, findings)
-
-
-def _config_sha256(header: Header, raw: bytes) -> str | None:
-    """Of the config.json that they were made from, where the file says so: kizami's do."""
-    metadata: Mapping[str, Any] = json.loads(raw[8 : header.data_begin]).get("__metadata__") or {}
-    found = metadata.get("config_sha256")
-    if found is not None and not is_sha256(found):
-        said = printable(str(found), 80)
-        raise KizamiError(f"config_sha256 is {said}, expected a SHA-256", code="bad_kv_scales", file=header.file)
-    return found

@@ -46,20 +46,22 @@ def check_kv_scales(
     notes = list(_scheme(checkpoint, found, problems, recorded))
     if held is not None and (recorded is None or recorded != held):
         problems.append(Problem("other_kv_scales", _difference(recorded, held), MANIFEST))
+    elif held is not None:
+        notes.append(f"KV scales are those of FILE: {statement(held, bool(found))}")
     return problems, notes
 
 
 def read_held(file: Path, out: Path) -> KvScales:
-    """The scales in `file`, for `check_kv_scales`. What a file of tensors does not say is as OUT records it."""
+    """The scales in `file`, for `check_kv_scales`. Where it has numbers and no more, the rest is as OUT records it."""
     if not is_tensor_file(file):
         return KvScales.read(file)
     held, recorded = read_kv_scales(file, Checkpoint.open(out)), kv_scales_of(read_manifest(out))
-    if recorded is None or len(recorded.layers) != len(held.layers):
+    if held.config_sha256 is not None or recorded is None or len(recorded.layers) != len(held.layers):
         return held
     layers = zip(recorded.layers, held.layers, strict=True)
     return replace(
         held,
-        config_sha256=held.config_sha256 or recorded.config_sha256,
+        config_sha256=recorded.config_sha256,
         statistics_sha256=recorded.statistics_sha256,
         layers=tuple(replace(ours, k=theirs.k, v=theirs.v) for ours, theirs in layers),
     )
