@@ -86,6 +86,10 @@ def kv_accuracy(
         settings = Settings("none", device, None if dtype == "auto" else dtype, memory)
         body = _measure(ui, checkpoint, tokens, Options(variants, skip, scratch, settings))
     thresholds = {"max_kl": max_kl, "min_top1": min_top1}
+    # Whoever names scales will serve those, and 1.0 is there to compare with; whoever names layouts means all.
+    compared_only = kv_scales is not None and layout is None
+    for variant in body["variants"]:
+        variant["judged"] = not (compared_only and variant["scales"] is None)
     problems = problems_of(body, max_kl, min_top1, skip=bool(skip))
     body |= {"skip": skip_layers if skip is None or not skip else list(skip)}
     body["warnings"] = [*unserved, *body["warnings"]]

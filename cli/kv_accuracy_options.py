@@ -46,7 +46,8 @@ MaxKl = Annotated[
         min=0.0,
         callback=finite,
         help="Exit 1 if the mean KL of a variant is above X nats, over all positions or in one range of them. Where "
-        "--skip-layers names layers, the variant with these in BF16 is judged.",
+        "--skip-layers names layers, the variant with these in BF16 is judged; with --kv-scales and without --layout "
+        "only the scales of FILE are.",
     ),
 ]
 MinTop1 = Annotated[

@@ -145,6 +145,8 @@ def problems_of(body: Body, max_kl: float | None, min_top1: float | None, *, ski
     """What does not meet the thresholds, in words. skip: hold them to the variants with skipped layers."""
     problems = []
     for variant in body["variants"]:
+        if not variant["judged"]:
+            continue
         judged = _judged(variant, skip=skip)
         everything = {**judged["all"], "what": "all positions"}
         for one in (everything, *({**at, "what": _range(at)} for at in judged["positions"])):
@@ -193,7 +195,8 @@ def show_kv_accuracy(ui: Ui, body: Body) -> None:
 
 def _last(body: Body) -> str:
     skip = isinstance(body["skip"], list)
-    worst = max(body["variants"], key=lambda variant: _judged(variant, skip=skip)["all"]["kl_mean"])
+    served = [variant for variant in body["variants"] if variant["judged"]]
+    worst = max(served, key=lambda variant: _judged(variant, skip=skip)["all"]["kl_mean"])
     name, found = worst["name"], _judged(worst, skip=skip)["all"]
     name += f", {_skipped(worst)} in BF16" if skip and worst["with_skip"] is not None else ""
     return f"largest mean KL {found['kl_mean']:.3g} nats, top-1 agreement {found['top1']:.2%} ({name})"

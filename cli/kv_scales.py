@@ -63,6 +63,8 @@ def kv_scales(
         None if given is None else read_kv_scales(given, checkpoint),
     )
     data = _encode(made, kv_format, tp, force=force)
+    if tp is not None and kv_format == "sglang" and made.model.heads % tp:
+        raise KizamiError(f"{made.model.heads} heads do not go into {tp} ranks", code="tp_does_not_divide")
     refused = None if force else _refusal(made.scales, kv_format)
     written = _write(target, data, kv_format) if refused is None else None
     body = kv_scales_body(made, kv_format, refused, written)
@@ -123,7 +125,7 @@ def _refusal(scales: "KvScales", kv_format: str) -> str | None:
             "check of its range"
         )
     if scales.trivial:
-        return "nothing to write: no layer is calibrated, and every scale would be 1.0; give --stats"
+        return "nothing to write: no layer is calibrated, and every scale would be 1.0, which engines use without any"
     return None
 
 

@@ -22,7 +22,7 @@ def show_kv_scales(ui: Ui, made: "Assessment", body: dict[str, Any], *, wanted: 
     ui.pairs([
         ("model", f"{scales.architecture} ({scales.model_type}), {scales.attention.upper()}"),
         ("cache", _cache(made)),
-        ("calibrated", "no --stats" if scales.statistics_sha256 is None else f"STATS {scales.statistics_sha256[:16]}"),
+        ("calibrated", "no --stats" if made.stats_sha256 is None else f"STATS {made.stats_sha256[:16]}"),
     ])  # fmt: skip
     ui.heading("scales")
     groups = [[layer] for layer in made.layers] if ui.verbose else _alike(made.layers)
@@ -131,7 +131,8 @@ def _bounds(ui: Ui, made: "Assessment") -> None:
 def _warnings(made: "Assessment") -> list[str]:
     found = []
     if made.scales.trivial:
-        found.append("not calibrated: every scale is 1.0, and nothing says that it is right; give --stats")
+        more = "; give --stats" if made.stats_sha256 is None else ""
+        found.append(f"not calibrated: every scale is 1.0, and nothing says that it is right{more}")
     elif made.scales.uncalibrated:
         found.append(f"layers {_ranges(made.scales.uncalibrated)} are not calibrated: their 1.0 rests on nothing")
     flagged = [

@@ -92,12 +92,14 @@ def test_a_threshold_holds_in_every_range_and_for_the_layers_that_are_skipped() 
     at = {"bad": 0, "kl_mean": 0.1, "top1": 0.9, "tokens": 8, "first": 0, "last": 8}
     late = at | {"kl_mean": 0.5, "top1": 0.5, "first": 8, "last": 16}
     other = {"all": at | {"bad": 2}, "positions": []}
-    body = {"variants": [{"name": "fp8", "all": at, "positions": [at, late], "with_skip": other}]}
+    body = {"variants": [{"name": "fp8", "all": at, "positions": [at, late], "with_skip": other, "judged": True}]}
     assert problems_of(body, 0.2, 0.8, skip=False) == [
         "fp8, 8-15: mean KL 0.5, expected at most 0.2",
         "fp8, 8-15: top-1 agreement 0.5000, expected at least 0.8",
     ]
     assert problems_of(body, None, None, skip=True) == ["fp8, all positions: the logits of 2 positions are not finite"]
+    body["variants"][0]["judged"] = False
+    assert problems_of(body, 0.2, 0.8, skip=False) == []
 
 
 @pytest.mark.long

@@ -210,7 +210,7 @@ def test_they_go_into_an_output_and_verify_holds_it_to_them(kizami: Run, source:
     other = save(tmp_path / "other", GOOD | {V1: f32([1.5])})
     done = kizami("verify", out, "--kv-scales", other)
     assert done.code == 1
-    assert "records of layer 1 k [2.0], v [1.0] (carried over); FILE has k [2.0], v [1.5]" in done.err
+    assert "records of layer 1 k [2.0], v [1.0]; FILE has k [2.0], v [1.5]" in done.err
     assert "not checked" not in done.err, "OUT itself is right"
 
 
@@ -274,3 +274,18 @@ def test_the_order_of_a_files_tensors_changes_nothing(kizami: Run, source: Check
         kizami("convert", source.root, out, "--kv-scales", save(tmp_path, dict(reversed(GOOD.items()))), "-q").code == 0
     )
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+
+
+def test_a_scale_below_what_the_weights_allow_may_clip(kizami: Run, tmp_path: Path) -> None:
+    src = gqa(size=40.0).save(tmp_path / "src")
+    done = kizami("kv-scales", src, "--from", save(tmp_path, {name: f32([0.01]) for name in GOOD}))
+    assert done.code == 0
+    assert "scales hold 4.48: may clip; not measured" in done.err
+
+
+def test_ranks_that_heads_do_not_go_into_are_refused(kizami: Run, tmp_path: Path) -> None:
+    src = gqa(model_type="llama", architecture="LlamaForCausalLM").save(tmp_path / "src")
+    command = ["kv-scales", src, "--from", save(tmp_path, GOOD), "--format", "sglang", "-o", tmp_path / "s.json"]
+    done = kizami(*command, "--tp", 3, "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "tp_does_not_divide")
+    assert kizami(*command, "--tp", 4).code == 0

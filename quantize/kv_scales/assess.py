@@ -21,13 +21,14 @@ from kizami.quantize.kv_scales.read_source import LayerSource, read_layers
 @dataclass(frozen=True, slots=True)
 class Assessment:
     """layers: of the model. mtp: bounds of next-token layers, which no file has scales for. prefix: what stands before
-    a layer's number in the tensors' names."""
+    a layer's number in the tensors' names. stats_sha256: of the STATS that the layers were held to."""
 
     model: ServedModel
     scales: KvScales
     layers: tuple[LayerChoice, ...]
     mtp: tuple[LayerSource, ...]
     prefix: str
+    stats_sha256: str | None
 
     @property
     def clips(self) -> bool:
@@ -64,6 +65,7 @@ def assess(
         for source in sources
         if not source.in_mtp
     )
+    stats_sha256 = None if statistics is None else statistics.sha256
     scales = given or KvScales(
         model_type=compared_type(family),
         architecture=model.architecture,
@@ -71,12 +73,12 @@ def assess(
         kv_heads=model.kv_heads,
         granularity=granularity,
         config_sha256=config_sha256(checkpoint),
-        statistics_sha256=None if statistics is None else statistics.sha256,
+        statistics_sha256=stats_sha256,
         layers=(),
     )
     scales = replace(scales, layers=tuple(layer.scales for layer in layers))
     mtp = tuple(source for source in sources if source.in_mtp)
-    return Assessment(model, scales, layers, mtp, find_prefix(checkpoint.tensors))
+    return Assessment(model, scales, layers, mtp, find_prefix(checkpoint.tensors), stats_sha256)
 
 
 def _check_model(model: ServedModel, granularity: Granularity) -> None:

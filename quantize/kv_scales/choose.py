@@ -106,7 +106,7 @@ def choose_layer(
         findings += _of_carried(carried, scales, windows, heads)
     else:
         findings += [KvFinding("flag", text) for text in given.findings]
-        findings += [] if model.is_mla else _of_given(given, windows)
+        findings += [] if model.is_mla else _of_given(given, windows, source.bounds)
     texts = tuple(finding.text for finding in findings if finding.severity != "note")
     final = replace(scales, findings=texts[:MAX_FINDINGS])
     return LayerChoice(final, source.bounds, windows, tuple(findings))
@@ -244,11 +244,16 @@ def _of_carried(
         yield KvFinding("note", f"the source's k_scale {max(carried.k):.4g} gives way to {max(scales.k):.4g}")
 
 
-def _of_given(given: LayerScales, windows: Mapping[str, Window]) -> Iterator[KvFinding]:
+def _of_given(given: LayerScales, windows: Mapping[str, Window], bounds: tuple[Bound, ...]) -> Iterator[KvFinding]:
     for name, window in windows.items():
         scale = scale_of(given, name)
         if window.amax > E4M3_MAX * scale:
             yield KvFinding("clips", f"{name}: {window.amax:.4g} was measured; at scale {scale:.4g} it is clipped")
+    for bound in bounds if not windows else ():
+        held = E4M3_MAX * scale_of(given, bound.what)
+        if bound.value is not None and bound.value > held and set(given.values) != {1.0}:
+            allowed = f"{bound.what}: the weights allow up to {bound.value:.4g}"
+            yield KvFinding("flag", f"{allowed}, scales hold {held:.4g}: may clip; not measured")
 
 
 def _are_ones(scales: tuple[tuple[float, ...], tuple[float, ...]]) -> bool:

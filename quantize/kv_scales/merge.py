@@ -121,7 +121,7 @@ def _check_place(policy: Policy, steps: Sequence[Step]) -> None:
         raise KizamiError(
             "the output has no quantized weight, so no quantization_config that a kv_cache_scheme could be in",
             code="kv_scales_unplaced",
-            hint="use --scheme w4a16-g32 or fp8-block, or leave --kv-scales out",
+            hint="quantize something, as --set dense_mlp=int4 does without experts, or leave --kv-scales out",
         )
 
 

@@ -195,6 +195,10 @@ def _same(found: object, expected: object) -> bool:
 def _difference(recorded: KvScales | None, held: KvScales) -> str:
     if recorded is None:
         return "was converted without --kv-scales"
+    pairs = zip(recorded.layers, held.layers, strict=False)
+    if differing := next(((a, b) for a, b in pairs if a.k + a.v != b.k + b.v), None):
+        ours, theirs = (f"k {list(x.k[:VALUES_SHOWN])}, v {list(x.v[:VALUES_SHOWN])}" for x in differing)
+        return f"records of layer {differing[0].layer} {ours}; FILE has {theirs}"
     for key in (
         "model_type",
         "architecture",
@@ -209,6 +213,6 @@ def _difference(recorded: KvScales | None, held: KvScales) -> str:
             return f"records KV scales of {key} {printable(str(ours), 80)}; FILE has {printable(str(theirs), 80)}"
     if len(recorded.layers) != len(held.layers):
         return f"records KV scales of {len(recorded.layers)} layers, FILE has {len(held.layers)}"
-    ours, theirs = next((a, b) for a, b in zip(recorded.layers, held.layers, strict=True) if a != b)
-    shown = [f"k {list(x.k[:VALUES_SHOWN])}, v {list(x.v[:VALUES_SHOWN])} ({x.source})" for x in (ours, theirs)]
-    return f"records of layer {ours.layer} {shown[0]}; FILE has {shown[1]}"
+    one, other = next((a, b) for a, b in zip(recorded.layers, held.layers, strict=True) if a != b)
+    said = [", ".join((x.source, *x.findings)) for x in (one, other)]
+    return f"records of layer {one.layer} {printable(said[0], 200)}; FILE has {printable(said[1], 200)}"
