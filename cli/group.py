@@ -11,6 +11,7 @@ from kizami.cli import (
     convert,
     demo,
     env,
+    evaluate,
     inspect,
     kv_accuracy,
     kv_scales,
@@ -62,6 +63,7 @@ for _command in (
     serve.COMMAND,
     kv_scales.COMMAND,
     kv_accuracy.COMMAND,
+    evaluate.COMMAND,
     env.COMMAND,
 ):
     app.command(_command.name, cls=PlainCommand, help=_command.help, epilog=_command.epilog)(_command.stoppable)

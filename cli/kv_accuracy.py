@@ -58,7 +58,6 @@ def kv_accuracy(
     from kizami.cli.source import open_source
     from kizami.cli.target import Target
     from kizami.formats.families import find_family
-    from kizami.formats.fingerprint import config_sha256
     from kizami.formats.serving.model import read_model
     from kizami.quantize.executor import available_cores
 
@@ -67,7 +66,7 @@ def kv_accuracy(
     skip = _parse_skip(skip_layers)
     refuse_missing_packages()
     checkpoint = open_source(src)
-    target = None if output is None else Target.checked(output, checkpoint.root)
+    target = None if output is None else Target.checked(output, checkpoint.root, *(data or []), *(kv_scales or []))
     served = read_model(checkpoint.config, find_family(checkpoint.config, checkpoint.tensors)[0])
     started = time.monotonic()
     with STOP.held():
@@ -77,7 +76,7 @@ def kv_accuracy(
 
         use_threads(threads or available_cores())
     variants = read_variants(checkpoint, served, layout, kv_scales)
-    unserved = [*_unserved(variants), *_of_other_configs(variants, config_sha256(checkpoint))]
+    unserved = [*_unserved(variants), *_of_other_configs(variants, checkpoint)]
     ui.warn(unserved)
     with refusing_out_of_memory(max_memory, resumes=False):
         length = seq_len or min(LONG, served.context or LONG)
@@ -155,12 +154,22 @@ def _unserved(variants: tuple["Variant", ...]) -> list[str]:
     return [f"{name} is measured, and no engine serves it: {why}" for name, why in refusals.items() if why is not None]
 
 
-def _of_other_configs(variants: tuple["Variant", ...], ours: str) -> list[str]:
-    """An INT4 output has another config.json than the source that its scales were made from: no error."""
+def _of_other_configs(variants: tuple["Variant", ...], checkpoint: "Checkpoint") -> list[str]:
+    """No error: an INT4 output has another config.json than the source that its scales were made from. Those that it
+    was written with are its own."""
+    from kizami.formats.fingerprint import config_sha256
+    from kizami.quantize.manifest import kv_scales_of, read_manifest
+
+    ours = config_sha256(checkpoint)
+    try:
+        own = kv_scales_of(read_manifest(checkpoint.root))
+    except KizamiError:  # of another tool, or damaged, which verify tells
+        own = None
+    others = [(one.name, one.scales.config_sha256) for one in variants if one.scales is not None and one.scales != own]
     return [
-        f"{one.name} was made from another config.json: {theirs[:16]}... then, {ours[:16]}... now"
-        for one in variants
-        if one.scales is not None and (theirs := one.scales.config_sha256) is not None and theirs != ours
+        f"{name} was made from another config.json: {theirs[:16]}... then, {ours[:16]}... now"
+        for name, theirs in others
+        if theirs is not None and theirs != ours
     ]
 
 
@@ -180,7 +189,7 @@ COMMAND = Command(
     "kv-accuracy",
     kv_accuracy,
     (
-        "kizami kv-accuracy GLM-5.2-FP8/ --data chats.jsonl --data code.txt -o kv.json",
+        "kizami kv-accuracy GLM-5.2-FP8/ --data chats.jsonl --data code.txt -o accuracy.json",
         "kizami kv-accuracy GLM-4.6-FP8/ --data mix.parquet --kv-scales scales.json",
         "kizami kv-accuracy GLM-5.2-INT4/ --data chats.jsonl --layout fp8 --max-kl 0.01 --min-top1 0.97",
     ),

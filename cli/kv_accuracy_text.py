@@ -150,13 +150,19 @@ def problems_of(body: Body, max_kl: float | None, min_top1: float | None, *, ski
         judged = _judged(variant, skip=skip)
         everything = {**judged["all"], "what": "all positions"}
         for one in (everything, *({**at, "what": _range(at)} for at in judged["positions"])):
-            where = f"{variant['name']}, {one['what']}"
-            if one["bad"]:
-                problems.append(f"{where}: the logits of {one['bad']:,} positions are not finite")
-            if max_kl is not None and one["kl_mean"] > max_kl:
-                problems.append(f"{where}: mean KL {one['kl_mean']:.3g}, expected at most {max_kl:g}")
-            if min_top1 is not None and one["tokens"] and one["top1"] < min_top1:
-                problems.append(f"{where}: top-1 agreement {one['top1']:.4f}, expected at least {min_top1:g}")
+            problems += shortfalls(f"{variant['name']}, {one['what']}", one, max_kl, min_top1)
+    return problems
+
+
+def shortfalls(where: str, at: Body, max_kl: float | None, min_top1: float | None) -> list[str]:
+    """Of the figures of a bucket; logits that are not finite meet no threshold."""
+    problems = []
+    if at["bad"]:
+        problems.append(f"{where}: the logits of {at['bad']:,} positions are not finite")
+    if max_kl is not None and at["kl_mean"] > max_kl:
+        problems.append(f"{where}: mean KL {at['kl_mean']:.3g}, expected at most {max_kl:g}")
+    if min_top1 is not None and at["tokens"] and at["top1"] < min_top1:
+        problems.append(f"{where}: top-1 agreement {at['top1']:.4f}, expected at least {min_top1:g}")
     return problems
 
 

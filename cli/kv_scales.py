@@ -55,7 +55,7 @@ def kv_scales(
     if per_head and given is not None:
         raise KizamiError("--per-head beside --from, whose FILE says how many there are", code="bad_option")
     checkpoint = open_source(src)
-    target = None if output is None else Target.checked(output, checkpoint.root)
+    target = None if output is None else Target.checked(output, checkpoint.root, given)
     made = assess(
         checkpoint,
         None if stats is None else Statistics.open(stats),

@@ -44,6 +44,11 @@ def from_environment(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "ENVIRONMENT"
 
 
+def from_command_line(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def spelled(context: typer.Context, name: str) -> str:
     """What the user wrote: the option, or the variable."""
     return variable(name) if from_environment(context, name) else "--" + name.replace("_", "-")

@@ -13,7 +13,8 @@ from kizami.formats.index import INDEX_NAME
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`name` as the user wrote it; `checkpoint`: the folder of SRC or OUT, which -o never touches.
+    """`name` as the user wrote it; `checkpoint`: the folder of SRC or OUT, which -o never touches; `inputs`: files that
+    the run reads, which it does not replace.
 
     A regular file is replaced whole or not at all; through a link, the file that it leads to is. Pipes and character
     devices (/dev/stdout, /dev/null, a terminal) are opened and written to. Anything else is refused.
@@ -21,11 +22,12 @@ class Target:
 
     name: str
     checkpoint: Path
+    inputs: tuple[Path, ...] = ()
 
     @classmethod
-    def checked(cls, name: str, checkpoint: Path) -> "Target":
+    def checked(cls, name: str, checkpoint: Path, *inputs: Path | None) -> "Target":
         """Refuses a bad FILE before the work. KizamiError "bad_file"."""
-        target = cls(name, checkpoint)
+        target = cls(name, checkpoint, tuple(path for path in inputs if path is not None))
         target._find()
         return target
 
@@ -64,6 +66,8 @@ class Target:
                 raise self._refused(f"would lie beside {found}, in a checkpoint", "write it elsewhere")
         if mode is not None and stat.S_ISREG(mode) and ".safetensors" in (real.suffix, path.suffix):
             raise self._refused("exists, and a file of tensors is never replaced", "remove it first")
+        if mode is not None and stat.S_ISREG(mode) and any(_is_same(path, real) for path in self.inputs):
+            raise self._refused("is read by this run, and would be replaced", "write it elsewhere")
         if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
             raise self._refused(f"is {kind_of(mode)}, expected the name of a file")
         return real, mode
@@ -119,6 +123,13 @@ def _weights_beside(place: Path) -> str | None:
     if not {CONFIG_NAME, INDEX_NAME} & {*names}:
         return None
     return next((name for name in names if name.endswith(".safetensors")), None)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False  # what reads it will say so
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

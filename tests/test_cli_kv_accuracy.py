@@ -166,3 +166,21 @@ def test_an_interrupted_run_leaves_nothing(demo_checkpoint: Path, text: Path, tm
     assert not (tmp_path / "kv.json").exists()
     if number != signal.SIGKILL:
         assert "interrupted; nothing is left on the disk, and the same command starts over" in rest
+
+
+def test_scales_that_an_output_was_written_with_are_its_own(tmp_path: Path, kizami: Run) -> None:
+    from kv_checkpoints import glm4, scales_of
+
+    from kizami.calibration.kv_accuracy.variants import Variant
+    from kizami.cli.kv_accuracy import _of_other_configs
+    from kizami.formats.serving.kv_layout import Layout
+
+    source = Checkpoint.open(glm4().save(tmp_path / "src"))
+    scales = scales_of(source)
+    scales.write(tmp_path / "kv.json")
+    assert kizami("convert", source.root, tmp_path / "out", "--kv-scales", tmp_path / "kv.json", "-q").code == 0
+    out, variant = Checkpoint.open(tmp_path / "out"), Variant("fp8", Layout.RAW, scales)
+    assert _of_other_configs((variant,), out) == []
+    assert kizami("convert", source.root, tmp_path / "plain", "-q").code == 0
+    (warning,) = _of_other_configs((variant,), Checkpoint.open(tmp_path / "plain"))
+    assert "another config.json" in warning

@@ -351,3 +351,18 @@ def test_a_bound_that_proves_the_loss_of_precision_is_no_certificate(kizami: Run
     layer = kizami("kv-scales", made.save(tmp_path / "src"), "--json").json["layers"][0]
     assert (layer["source"], layer["k"], layer["v"]) == ("carried over", [2.0**-12], [2.0**-12])
     assert any("loses precision below 0.05" in finding["text"] for finding in layer["findings"])
+
+
+@pytest.mark.parametrize("command", ["kv-scales", "plan"])
+def test_a_file_that_a_run_reads_is_not_replaced_by_it(
+    kizami: Run, source: Path, stats: Path, tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "kv.json"
+    assert kizami("kv-scales", source, "--stats", stats, "-o", file).code == 0
+    before = file.read_bytes()
+    (tmp_path / "link").symlink_to(file)
+    option = {"kv-scales": "--from", "plan": "--kv-scales"}[command]
+    for name in ("kv.json", "link"):
+        done = kizami(command, source, option, file, "-o", tmp_path / name, "--json")
+        assert (done.code, done.json["error"]["code"]) == (2, "bad_file")
+    assert file.read_bytes() == before

@@ -356,8 +356,9 @@ def test_the_usual_launches_have_no_finding(name, engine):
         assert codes(server_of(name, stored, engine=engine)) == {}
 
 
-def test_scales_of_a_kv_cache_by_head_are_no_finding():
-    assert codes(server_of(GLM4, replace(INT4, kv_scheme=True))) == {}
+def test_scales_of_a_kv_cache_by_head_are_used_by_an_fp8_cache_and_left_by_a_bf16_one():
+    assert codes(server_of(GLM4, replace(INT4, kv_scheme=True))) == {"kv_scales_unused": "note"}
+    assert "kv_scales_unused" not in codes(server_of(GLM4, replace(INT4, kv_scheme=True), kv_dtype="fp8_e4m3"))
 
 
 def test_context_parallelism_that_works_has_no_finding():

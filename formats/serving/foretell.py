@@ -240,15 +240,26 @@ def _kv(server: Server) -> Iterator[Finding]:
             "model_executor/layers/attention/mla_attention.py",
             "no kv_cache_scheme, or scales of 1.0",
         )
+    has_scales = server.stored.kv_scheme and not server.model.is_mla
+    if has_scales and server.kv_dtype == "bf16":
+        yield _finding(
+            server,
+            "note",
+            "kv_scales_unused",
+            "the checkpoint has scales for an FP8 KV cache, and a BF16 one leaves them unused",
+            f"{SGLANG} mem_cache/kv_cache_dtype.py; {VLLM} config/cache.py",
+            "--kv-cache-dtype fp8_e4m3, for twice the tokens",
+        )
     if server.engine == "sglang" and server.kv_word == "fp8_e4m3":
         yield _finding(
             server,
             "note",
             "no_scale_file",
             f"no --quantization-param-path: {server.model.architecture} has no load_kv_cache_scales, and with a file "
-            "the launch ends in RuntimeError. The warning about scaling factors of 1.0 is expected",
+            "the launch ends in RuntimeError. "
+            + ("Its own scales are used" if has_scales else "The warning about scaling factors of 1.0 is expected"),
             f"{SGLANG} model_executor/model_runner_components/load_model_utils.py load_kv_cache_scales",
-            "leave it out; see what range the cache needs with a calibration",
+            "leave it out" if has_scales else "leave it out; see what range the cache needs with a calibration",
         )
 
 

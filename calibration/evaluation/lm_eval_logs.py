@@ -1,0 +1,190 @@
+"""Answers by question from what lm-eval leaves with --log_samples: `samples_TASK_DATE.jsonl`, one line a question and
+filter (lm_eval/evaluator.py and result_schema.py of 0.4.13).
+
+lm-eval compares two models by an unpaired test of the totals. Joined by question the same answers show far more, if
+both models were asked the same: hashes of question, prompt and target must be equal, or nothing is compared.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from kizami.formats.errors import KizamiError, printable
+from kizami.formats.files import io_error, open_regular
+from kizami.formats.strict_json import parse_json_object
+
+_NAME = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?\.jsonl")
+MAX_LINE_BYTES = 64 << 20  # a question with a prompt of a million tokens, written twice
+MAX_FILES = 10_000
+HASHES = ("doc_hash", "prompt_hash", "target_hash")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One question under one filter. scores: of each metric that is a number."""
+
+    hashes: tuple[str, ...]
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One run of one task: answers by doc_id and filter."""
+
+    task: str
+    file: str
+    answers: Mapping[tuple[int, str], Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One task, filter and metric. a, b: scores by question, each with one number for every run of its side."""
+
+    task: str
+    filter: str
+    metric: str
+    a: tuple[tuple[float, ...], ...]
+    b: tuple[tuple[float, ...], ...]
+
+    @property
+    def is_right_or_wrong(self) -> bool:
+        return all(score in (0.0, 1.0) for answers in (*self.a, *self.b) for score in answers)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each question was answered once by each."""
+        return all(len(answers) == 1 for answers in (*self.a, *self.b))
+
+
+def is_log(path: Path) -> bool:
+    """Whether `path` is a file of samples, or a folder that has some."""
+    return path.suffix == ".jsonl" or (path.is_dir() and next(_files(path), None) is not None)
+
+
+def read_logs(path: Path) -> dict[str, tuple[Log, ...]]:
+    """By task; several runs of a task are several answers to its questions.
+
+    KizamiError "no_samples", "bad_samples" (with the line), "not_a_file", "missing_file", "io_error".
+    """
+    files = list(_files(path)) if path.is_dir() else [path]
+    if not files:
+        raise KizamiError(
+            "has no samples_TASK_DATE.jsonl", code="no_samples", file=str(path), hint="run lm-eval with --log_samples"
+        )
+    found: dict[str, list[Log]] = {}
+    for file in files:
+        log = _read(file)
+        found.setdefault(log.task, []).append(log)
+    return {task: tuple(logs) for task, logs in sorted(found.items())}
+
+
+def join_logs(a: Mapping[str, Sequence[Log]], b: Mapping[str, Sequence[Log]]) -> tuple[list[Joined], list[str]]:
+    """Tasks that both have, by question, and notes on what is left out.
+
+    KizamiError "other_questions" where the two were not asked the same.
+    """
+    joined: list[Joined] = []
+    notes = [
+        f"{task}: only {side} has it"
+        for side, ours, theirs in (("A", a, b), ("B", b, a))
+        for task in ours.keys() - theirs.keys()
+    ]
+    for task in a.keys() & b.keys():
+        keys = _same_questions(a[task], b[task])
+        for name in sorted({name for _, name in keys}):
+            mine = [key for key in keys if key[1] == name]
+            for metric in _metrics([*a[task], *b[task]], mine):
+                sides = [
+                    tuple(tuple(log.answers[key].scores[metric] for log in logs) for key in mine)
+                    for logs in (a[task], b[task])
+                ]
+                joined.append(Joined(task, name, metric, *sides))
+    if not joined:
+        raise KizamiError(
+            "A and B have no task in common", code="other_questions", hint="both need the samples of the same tasks"
+        )
+    return sorted(joined, key=lambda one: (one.task, one.filter, one.metric)), sorted(notes)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """lm-eval puts them into a folder with the model's name, below --output_path."""
+    for place in (folder, *sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())):
+        names = sorted(name for name in place.iterdir() if _NAME.fullmatch(name.name))
+        yield from names[:MAX_FILES]
+
+
+def _read(file: Path) -> Log:
+    named = _NAME.fullmatch(file.name)
+    task = named["task"] if named else file.stem
+    answers: dict[tuple[int, str], Answer] = {}
+    try:
+        with open(open_regular(file, file.name), "rb") as stream:
+            number = 0
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise _bad(file, number, f"is longer than {MAX_LINE_BYTES:,} bytes")
+                if line.strip():
+                    key, answer = _answer(parse_json_object(line, f"{file.name}:{number}", what="line"), file, number)
+                    if key in answers:
+                        raise _bad(
+                            file, number, f"has question {key[0]} under the filter {printable(key[1], 40)} again"
+                        )
+                    answers[key] = answer
+    except OSError as e:
+        raise io_error("cannot read", e, file.name) from e
+    if not answers:
+        raise KizamiError("has no line", code="no_samples", file=file.name)
+    return Log(task, file.name, answers)
+
+
+def _answer(line: Mapping[str, Any], file: Path, number: int) -> tuple[tuple[int, str], Answer]:
+    question, name, metrics = line.get("doc_id"), line.get("filter", "none"), line.get("metrics")
+    if type(question) is not int or not isinstance(name, str):
+        raise _bad(file, number, "has no doc_id, or a filter that is no word")
+    hashes = tuple(line.get(key) for key in HASHES)
+    if not all(isinstance(value, str) for value in hashes):
+        raise _bad(file, number, f"lacks {' or '.join(HASHES)}", "lm-eval 0.4.2 and later write them")
+    if not isinstance(metrics, list) or not all(isinstance(metric, str) for metric in metrics):
+        raise _bad(file, number, "has no list of metrics")
+    scores = {metric: float(value) for metric in metrics if isinstance(value := line.get(metric), bool | int | float)}
+    if not scores or not all(map(isfinite, scores.values())):
+        raise _bad(file, number, "has no metric that is a finite number")
+    return (question, name), Answer(tuple(map(str, hashes)), scores)
+
+
+def _bad(file: Path, number: int, message: str, hint: str | None = None) -> KizamiError:
+    return KizamiError(message, code="bad_samples", file=f"{file.name}:{number}", hint=hint)
+
+
+def _same_questions(a: Sequence[Log], b: Sequence[Log]) -> list[tuple[int, str]]:
+    """The keys that every log has, all of them with the same hashes."""
+    first, *others = (*a, *b)
+    for other in others:
+        if other.answers.keys() != first.answers.keys():
+            odd = sorted(other.answers.keys() ^ first.answers.keys())
+            raise KizamiError(
+                f"{first.file} and {other.file} have {len(odd):,} questions that the other has not, the first is "
+                f"{odd[0][0]}",
+                code="other_questions",
+                hint="compare runs with the same --limit and the same tasks",
+            )
+        for key, answer in first.answers.items():
+            theirs = other.answers[key]
+            for name, ours_, theirs_ in zip(HASHES, answer.hashes, theirs.hashes, strict=True):
+                if ours_ != theirs_:
+                    raise KizamiError(
+                        f"question {key[0]} is not the same in {first.file} and {other.file}: {name} differs",
+                        code="other_questions",
+                        hint="the same task version, few-shot examples and chat template are needed on both sides",
+                    )
+    return sorted(first.answers)
+
+
+def _metrics(logs: Sequence[Log], keys: Sequence[tuple[int, str]]) -> list[str]:
+    """Those that every answer has."""
+    common = set.intersection(*(set(log.answers[key].scores) for log in logs for key in keys))
+    return sorted(common)

@@ -1,0 +1,260 @@
+"""`kizami evaluate`: what a quantised model lost against its source, on text or question by question."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from kizami.cli import calibrate_options as c
+from kizami.cli import evaluate_options as e
+from kizami.cli import options as o
+from kizami.cli.calibrate import refuse_missing_packages, refusing_out_of_memory
+from kizami.cli.command import Command
+from kizami.cli.kv_accuracy_options import Scratch
+from kizami.cli.output import Ui
+from kizami.cli.stop import STOP
+from kizami.formats.errors import KizamiError
+from kizami.formats.strict_json import dump_json
+
+if TYPE_CHECKING:
+    from kizami.calibration.data.tokens import TokenSet
+    from kizami.calibration.evaluation.streamed import Candidate
+    from kizami.calibration.kv_accuracy.variants import Variant
+    from kizami.formats.checkpoint import Checkpoint
+
+LONG = 2048
+BUILT_IN = (
+    "no --data: this is the small sample that comes with kizami, on which kizami calibrate without --data also runs; "
+    "data of the kind that the model will see, and that nothing was calibrated on, is better"
+)
+MARGIN = 0.01
+
+
+def evaluate(
+    context: typer.Context,
+    a: e.Reference,
+    b: e.Others,
+    data: c.Data = None,
+    layout: e.Layouts = None,
+    kv_scales: e.KvScales = None,
+    control: e.Control = False,
+    samples: e.Samples = 8,
+    seq_len: e.SeqLen = None,
+    seed: c.Seed = 0,
+    tokenizer: c.TokenizerFolder = None,
+    max_kl: e.MaxKl = None,
+    min_top1: e.MinTop1 = None,
+    noise: e.Noise = None,
+    margin: e.Margin = None,
+    scratch: Scratch = None,
+    max_memory: c.MaxMemory = "2GB",
+    device: c.Device = "cpu",
+    dtype: c.Dtype = "auto",
+    threads: c.Threads = None,
+    output: o.ToFile = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+    json: o.Json = False,
+    debug: o.Debug = False,
+) -> None:
+    """Compare models with a reference: on text from their checkpoints, or question by question from lm-eval's logs.
+
+    Checkpoints are run a layer at a time, one after the other, on the same tokens: KL, agreement of the top token,
+    perplexity, and next tokens lost and won, by domain (each --data FILE is one) and by position. Needs kizami's extra
+    "calibrate". Logs (lm-eval --log_samples) are joined by question: McNemar's exact test, interval, what n can see,
+    and whether a drop of --margin is excluded; several runs in a folder are several answers to each question. FILE gets
+    the object of --json. Exit code 1 if a threshold is not met.
+    """
+    from kizami.calibration.evaluation.lm_eval_logs import is_log
+    from kizami.cli.evaluate_text import answer_problems, show_answers, show_text, text_problems
+    from kizami.cli.target import Target
+
+    ui = Ui(quiet=quiet, verbose=verbose, json=json)
+    started = time.monotonic()
+    on_answers = is_log(Path(a))
+    _check_kind(context, on_answers)
+    target = None if output is None else Target.checked(output, Path(a), *(data or []), *(kv_scales or []), noise)
+    if on_answers:
+        body = _on_answers(a, b, noise, MARGIN if margin is None else margin)
+        problems = [] if margin is None else answer_problems(body)
+    else:
+        memory = o.parse_size(max_memory, o.spelled(context, "max_memory"))
+        refuse_missing_packages()
+        machine = _Machine(scratch, memory, device, None if dtype == "auto" else dtype, threads)
+        with refusing_out_of_memory(max_memory, resumes=False):
+            models = _open_models(a, b, layout, kv_scales, control)
+            sets = _read_sets(ui, models[0].checkpoint, data, tokenizer, samples, seq_len, seed)
+            body = _on_text(ui, models, sets, machine)
+        if data is None:
+            body["tokens"]["built_in"] = True
+            body["warnings"].append(BUILT_IN)
+        body["warnings"] += _other_tokenizers(models)
+        body["thresholds"] = {"max_kl": max_kl, "min_top1": min_top1}
+        problems = text_problems(body, max_kl, min_top1)
+    body |= {"problems": problems, "ok": not problems, "seconds": time.monotonic() - started}
+    if target is not None:
+        target.write(dump_json({"schema": "kizami.evaluate/1", **body}))
+    if json:
+        ui.emit("evaluate", body)
+    elif on_answers:
+        show_answers(ui, body)
+    else:
+        show_text(ui, body)
+    if problems:
+        raise typer.Exit(1)
+
+
+ON_TEXT = (
+    "data", "layout", "kv_scales", "control", "samples", "seq_len", "seed", "tokenizer", "max_kl", "min_top1",
+    "scratch", "max_memory", "device", "dtype", "threads",
+)  # fmt: skip
+ON_ANSWERS = ("noise", "margin")
+
+
+def _check_kind(context: typer.Context, on_answers: bool) -> None:
+    """KizamiError "usage" for an option that the other kind of A has."""
+    for name in ON_TEXT if on_answers else ON_ANSWERS:
+        if o.from_command_line(context, name):
+            has, lacks = ("answers", "text from checkpoints") if on_answers else ("a checkpoint", "answers in logs")
+            raise KizamiError(f"{o.spelled(context, name)} is for {lacks}, and A is {has}", code="usage")
+
+
+# -------------------------------------------------------------------------------------------------------- on answers
+
+
+def _on_answers(a: str, others: list[str], noise: Path | None, margin: float) -> dict[str, Any]:
+    from kizami.calibration.evaluation.lm_eval_logs import join_logs, read_logs
+    from kizami.calibration.evaluation.verdicts import judge
+    from kizami.cli.evaluate_text import CONTROL, answers_body
+
+    first = read_logs(Path(a))
+    named = [(other, Path(other)) for other in others] + ([] if noise is None else [(CONTROL, noise)])
+    compared = []
+    for name, path in named:
+        joined, notes = join_logs(first, read_logs(path))
+        compared.append((name, [judge(one, margin) for one in joined], notes))
+    return answers_body(a, compared, margin)
+
+
+# ---------------------------------------------------------------------------------------------------------- on text
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    scratch: Path | None
+    memory: int
+    device: c.DeviceName
+    dtype: Literal["float32", "bfloat16"] | None
+    threads: int | None
+
+
+def _open_models(
+    a: str, others: list[str], layouts: list[str] | None, files: list[Path] | None, control: bool
+) -> list["Candidate"]:
+    """A first, then every B, each with the caches that are asked for; A once more as a control."""
+    from kizami.cli.evaluate_text import CONTROL
+    from kizami.cli.source import open_source
+
+    with STOP.held():
+        from kizami.calibration.evaluation.streamed import Candidate
+
+    first = open_source(a)
+    opened = [(other, open_source(other)) for other in others]
+    made = [Candidate(a, first)]
+    made += [Candidate(name, one, _variants(one, layouts, files)) for name, one in opened]
+    return made + ([Candidate(CONTROL, first)] if control else [])
+
+
+def _variants(checkpoint: "Checkpoint", layouts: list[str] | None, files: list[Path] | None) -> tuple["Variant", ...]:
+    from kizami.cli.kv_accuracy import read_variants
+    from kizami.formats.families import find_family
+    from kizami.formats.serving.model import read_model
+
+    if layouts is None and files is None:
+        return ()
+    served = read_model(checkpoint.config, find_family(checkpoint.config, checkpoint.tensors)[0])
+    return read_variants(checkpoint, served, layouts or [], files)
+
+
+def _read_sets(
+    ui: Ui,
+    checkpoint: "Checkpoint",
+    data: list[Path] | None,
+    tokenizer: str | None,
+    samples: int,
+    seq_len: int | None,
+    seed: int,
+) -> list[tuple[str, "TokenSet"]]:
+    """A set of tokens for each file, which is a domain."""
+    from kizami.cli.calibrate import vocabulary_of
+    from kizami.formats.families import find_family
+    from kizami.formats.hub import locate
+    from kizami.formats.serving.model import read_model
+
+    ui.progress("reading the data")
+    with STOP.held():
+        from kizami.calibration.data.tokenizer import Tokenizer
+        from kizami.calibration.data.tokens import TokenSettings, read_tokens, sample_files
+
+    served = read_model(checkpoint.config, find_family(checkpoint.config, checkpoint.tensors)[0])
+    opened = Tokenizer.open(checkpoint.root if tokenizer is None else locate(tokenizer))
+    settings = TokenSettings(samples, seq_len or min(LONG, served.context or LONG), seed)
+    paths = data or sample_files(opened)
+    names = [path.name for path in paths]
+    vocabulary = vocabulary_of(checkpoint)
+    return [
+        (name if names.count(name) == 1 else str(path), read_tokens([path], opened, settings, vocabulary))
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def _on_text(
+    ui: Ui, models: list["Candidate"], sets: list[tuple[str, "TokenSet"]], machine: _Machine
+) -> dict[str, Any]:
+    from kizami.cli.evaluate_text import Watch, text_body
+    from kizami.quantize.executor import available_cores
+
+    with STOP.held():
+        from kizami.calibration.evaluation.streamed import Options, evaluate_streamed, join_texts
+        from kizami.calibration.forward.settings import Settings
+        from kizami.calibration.machine import use_threads
+
+        use_threads(machine.threads or available_cores())
+    STOP.say = lambda: "interrupted; nothing is left on the disk, and the same command starts over"
+    texts = join_texts(sets)
+    settings = Settings("none", machine.device, machine.dtype, machine.memory)
+    found = evaluate_streamed(models[0], models[1:], texts, Options(machine.scratch, settings), Watch(ui))
+    return text_body(models[0].name, sets, texts, found)
+
+
+def _other_tokenizers(models: list["Candidate"]) -> list[str]:
+    """Models on the same ids are compared as if these meant the same to both."""
+    first, *others = models
+    ours = _tokenizer_bytes(first.checkpoint.root)
+    return [
+        f"{other.name} has another tokenizer than {first.name}, and was run on the ids of the latter's"
+        for other in others
+        if (theirs := _tokenizer_bytes(other.checkpoint.root)) is not None and ours is not None and theirs != ours
+    ]
+
+
+def _tokenizer_bytes(root: Path) -> str | None:
+    from kizami.formats.files import file_sha256
+
+    for name in ("tokenizer.json", "tiktoken.model"):
+        if (root / name).is_file():
+            return file_sha256(root / name, name)
+    return None
+
+
+COMMAND = Command(
+    "evaluate",
+    evaluate,
+    (
+        "kizami evaluate GLM-5.2-FP8/ GLM-5.2-INT4/ --data chats.jsonl --data code.txt",
+        "kizami evaluate GLM-5.2-FP8/ GLM-5.2-INT4/ --data chats.jsonl --layout fp8 --control",
+        "kizami evaluate logs/fp8/ logs/int4/ --noise logs/fp8-again/ --margin 0.01",
+    ),
+)

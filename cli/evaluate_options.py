@@ -1,0 +1,109 @@
+"""The options of `kizami evaluate` that no other command has."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kizami.cli.options import finite, option
+
+TEXT, ANSWERS = "On text, from checkpoints", "On answers, from lm-eval's logs"
+
+Reference = Annotated[
+    str,
+    typer.Argument(
+        metavar="A", show_default=False, help="The reference: a checkpoint, or lm-eval's samples (a file or a folder)."
+    ),
+]
+Others = Annotated[
+    list[str],
+    typer.Argument(metavar="B...", show_default=False, help="What is held to it: one or several of its kind."),
+]
+Layouts = Annotated[
+    list[str] | None,
+    option(
+        "--layout",
+        panel=TEXT,
+        metavar="NAME",
+        help="Evaluate B once more with an FP8 KV cache: fp8 or fp8_ds_mla, as in kizami kv-accuracy. Repeatable.",
+    ),
+]
+KvScales = Annotated[
+    list[Path] | None,
+    option(
+        "--kv-scales",
+        panel=TEXT,
+        metavar="FILE",
+        help="Evaluate B once more with an FP8 KV cache at the scales of FILE. Repeatable.",
+    ),
+]
+Control = Annotated[
+    bool,
+    option(
+        "--control",
+        panel=TEXT,
+        flag=True,
+        help="Also run A a second time, as a control: what differs there is noise. Expected: nothing, to the bit.",
+    ),
+]
+Noise = Annotated[
+    Path | None,
+    option(
+        "--noise",
+        panel=ANSWERS,
+        metavar="LOGS",
+        help="Samples of another run of A: how many answers change with nothing changed.",
+    ),
+]
+Margin = Annotated[
+    float | None,
+    option(
+        "--margin",
+        panel=ANSWERS,
+        metavar="X",
+        min=0.0001,
+        max=1.0,
+        callback=finite,
+        help="Exit 1 unless a drop of the share X or more is excluded in every task. Default for what is shown: 0.01.",
+    ),
+]
+MaxKl = Annotated[
+    float | None,
+    option(
+        "--max-kl",
+        panel=TEXT,
+        metavar="X",
+        min=0.0,
+        callback=finite,
+        help="Exit 1 if the mean KL is above X nats, over all positions or in a range or domain.",
+    ),
+]
+MinTop1 = Annotated[
+    float | None,
+    option(
+        "--min-top1",
+        panel=TEXT,
+        metavar="X",
+        min=0.0,
+        max=1.0,
+        callback=finite,
+        help="Exit 1 if B has A's most likely token at less than the share X of positions.",
+    ),
+]
+Samples = Annotated[
+    int,
+    option(
+        "--samples", panel=TEXT, metavar="N", min=1, max=1_000_000, help="The most sequences of each FILE. Default 8."
+    ),
+]
+SeqLen = Annotated[
+    int | None,
+    option(
+        "--seq-len",
+        panel=TEXT,
+        metavar="N",
+        min=8,
+        max=1 << 20,
+        help="Tokens of a sequence: long ones show what short ones hide. Default 2048, or the model's limit.",
+    ),
+]

@@ -1,0 +1,205 @@
+"""Paired comparison: McNemar, intervals, non-inferiority and power, against scipy, statsmodels and a worked example."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kizami.calibration.evaluation.paired import (
+    Clustered,
+    Paired,
+    pair,
+    questions_for_margin,
+    questions_needed,
+    smallest_drop,
+)
+from kizami.calibration.evaluation.published import EXAMPLES, rows
+
+RNG = np.random.default_rng(7)
+TABLES = [
+    (int(n), int(lost), int(won))
+    for n in (1, 2, 10, 281, 1319, 14042)
+    for lost, won in RNG.integers(0, n // 2 + 1, (20, 2))
+]
+
+
+@pytest.mark.parametrize(("n", "lost", "won"), TABLES)
+def test_the_exact_test_is_scipys_and_statsmodels(n: int, lost: int, won: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    tables = pytest.importorskip("statsmodels.stats.contingency_tables")
+    ours = Paired(n, lost, won).p_value
+    expected = stats.binomtest(lost, lost + won).pvalue if lost + won else 1.0
+    assert ours == pytest.approx(expected, rel=1e-9)
+    table = [[n - lost - won, lost], [won, 0]]
+    assert ours == pytest.approx(tables.mcnemar(table, exact=True).pvalue, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "lost", "won"), TABLES)
+def test_the_interval_is_that_of_a_mean_of_differences(n: int, lost: int, won: int) -> None:
+    """statsmodels has it as a z-interval of the mean with the standard deviation of all n."""
+    weightstats = pytest.importorskip("statsmodels.stats.weightstats")
+    drops = np.repeat([1.0, -1.0, 0.0], [lost, won, n - lost - won])
+    described = weightstats.DescrStatsW(drops)  # ddof 0
+    paired = Paired(n, lost, won)
+    assert paired.drop == pytest.approx(described.mean, abs=1e-12)
+    assert paired.standard_error == pytest.approx(described.std / math.sqrt(n), rel=1e-9, abs=1e-12)
+    half = 1.959963984540054 * described.std / math.sqrt(n)
+    assert paired.interval == pytest.approx((described.mean - half, described.mean + half), rel=1e-9, abs=1e-12)
+
+
+def test_gsm8k_of_two_published_totals() -> None:
+    """1245 and 1234 of 1319: what they show depends on how many questions changed sides."""
+    found = {}
+    for discordant in (15, 21, 25, 31, 41, 51, 61, 81):
+        one = Paired(1319, (discordant + 11) // 2, (discordant - 11) // 2)
+        half = 100 * (one.interval[1] - one.drop)
+        found[discordant] = (round(one.p_value, 3), round(half, 2))
+        assert 100 * one.drop == pytest.approx(0.834, abs=1e-3)
+    assert found == {
+        15: (0.007, 0.57), 21: (0.027, 0.68), 25: (0.043, 0.74), 31: (0.071, 0.83), 41: (0.117, 0.95),
+        51: (0.161, 1.06), 61: (0.2, 1.16), 81: (0.266, 1.34),
+    }  # fmt: skip
+    bounds = [100 * Paired(1319, (d + 11) // 2, (d - 11) // 2).wald_bound for d in (41, 61, 81)]
+    assert bounds == pytest.approx([1.63, 1.81, 1.96], abs=5e-3)
+    assert not Paired(1319, 26, 15).is_non_inferior(0.01)
+    assert Paired(1319, 46, 35).is_non_inferior(0.02)
+
+
+@pytest.mark.parametrize(("drop", "n"), [(0.003, 34_882), (0.005, 12_556), (0.0083, 4_555), (0.01, 3_137), (0.02, 783)])
+def test_the_questions_that_a_drop_needs(drop: float, n: int) -> None:
+    assert questions_needed(drop, 0.04) == pytest.approx(n, abs=1)
+
+
+@pytest.mark.parametrize(("discordance", "margin", "n"), [
+    (0.04, 0.005, 9_892), (0.04, 0.01, 2_473), (0.04, 0.015, 1_099), (0.04, 0.02, 618),
+    (0.02, 0.005, 4_946), (0.02, 0.01, 1_237), (0.02, 0.015, 550), (0.02, 0.02, 309),
+])  # fmt: skip
+def test_the_questions_that_a_margin_needs(discordance: float, margin: float, n: int) -> None:
+    assert questions_for_margin(margin, discordance) == pytest.approx(n, abs=1)
+
+
+def test_power_is_what_simulated_experiments_have() -> None:
+    """Of 4,000 experiments of that many questions 80 % are significant by the test that the formula is of."""
+    drop, discordance = 0.05, 0.2
+    n = math.ceil(questions_needed(drop, discordance))
+    shares = [(discordance + drop) / 2, (discordance - drop) / 2, 1 - discordance]
+    tables = np.random.default_rng(1).multinomial(n, shares, 4000)
+    z = (tables[:, 0] - tables[:, 1]) / np.sqrt(tables[:, 0] + tables[:, 1])
+    assert np.mean(np.abs(z) > 1.96) == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize("n", [50, 281, 1319, 100_000])
+@pytest.mark.parametrize("discordance", [0.005, 0.04, 0.3, 1.0])
+def test_the_smallest_drop_is_the_inverse_of_the_questions_needed(n: int, discordance: float) -> None:
+    drop = smallest_drop(n, discordance)
+    if drop < discordance:
+        assert questions_needed(drop, discordance) == pytest.approx(n, rel=1e-9)
+    else:
+        assert questions_needed(discordance, discordance) > n, "even if all that changed sides were losses"
+
+
+def test_no_question_that_changed_sides_is_no_proof_of_anything() -> None:
+    same = Paired(100, 0, 0)
+    assert (same.p_value, same.drop, same.interval, same.wald_bound) == (1.0, 0.0, (0.0, 0.0), 0.0)
+    assert same.upper_bound == pytest.approx(1.6448536269514722**2 / (100 + 1.6448536269514722**2), rel=1e-9)
+    assert not same.is_non_inferior(0.02)
+    assert Paired(1000, 0, 0).is_non_inferior(0.01)
+    assert not Paired(10, 0, 0).is_non_inferior(0.2)
+    assert Paired(10, 0, 0).visible_drop == 0.1
+
+
+@pytest.mark.parametrize(
+    ("n", "lost", "won"), [(20, 0, 0), (20, 3, 0), (50, 1, 4), (281, 9, 5), (1319, 26, 15), (10, 10, 0)]
+)
+def test_the_score_bound_is_where_the_score_test_is_five_percent(n: int, lost: int, won: int) -> None:
+    """Against a likelihood that is maximised by search, and a root that scipy finds."""
+    optimize = pytest.importorskip("scipy.optimize")
+    paired = Paired(n, lost, won)
+
+    def score(drop: float) -> float:
+        def loss(share: float) -> float:  # of wins; of losses it is share + drop
+            parts = ((lost, share + drop), (won, share), (n - lost - won, 1 - 2 * share - drop))
+            return -sum(count * math.log(max(p, 1e-300)) for count, p in parts if count)
+
+        high = (1 - drop) / 2
+        share = optimize.minimize_scalar(loss, bounds=(0, high), method="bounded", options={"xatol": 1e-13}).x
+        share = min((share, 0.0, high), key=loss)
+        return (lost - won - n * drop) / math.sqrt(n * (2 * share + drop * (1 - drop)))
+
+    if paired.score_bound == 1.0:
+        assert score(1 - 1e-9) > -1.645
+    else:
+        found = optimize.brentq(lambda drop: score(drop) + 1.6448536269514722, paired.drop + 1e-9, 1 - 1e-9)
+        assert paired.score_bound == pytest.approx(found, abs=1e-5)
+
+
+def test_the_bound_is_kept_in_nineteen_of_twenty_runs() -> None:
+    """Where questions hardly change sides Wald's is kept far less often."""
+    rng, n, true = np.random.default_rng(11), 200, 0.01
+    tables = rng.multinomial(n, [0.012, 0.002, 0.986], 4000)
+    kept = [Paired(n, int(b), int(c)).upper_bound >= true for b, c, _ in tables]
+    wald = [Paired(n, int(b), int(c)).wald_bound >= true for b, c, _ in tables]
+    assert np.mean(kept) >= 0.94
+    assert np.mean(wald) < 0.9
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0), (3, 2, 2), (5, -1, 0), (5, 0, -1)])
+def test_counts_that_cannot_be_are_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected at most all"):
+        Paired(*counts)
+
+
+def test_answers_become_a_table() -> None:
+    assert pair([True, True, False, False], [True, False, True, False]) == Paired(4, 1, 1)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        pair([True, True], [True])
+
+
+def test_several_answers_to_a_question_count_as_one_question() -> None:
+    """Repeating every answer ten times shows no more than once did: the variance is between questions."""
+    rng = np.random.default_rng(3)
+    drops = tuple(rng.choice([-1.0, 0.0, 1.0], 400, p=[0.1, 0.75, 0.15]))
+    once, table = Clustered(drops), Paired(400, drops.count(1.0), drops.count(-1.0))
+    assert once.standard_error == pytest.approx(table.standard_error * math.sqrt(400 / 399))
+    stats = pytest.importorskip("statsmodels.api")
+    repeated = np.repeat(drops, 10) + rng.normal(0, 0.1, 4000)
+    model = stats.OLS(repeated, np.ones(4000)).fit(
+        cov_type="cluster", cov_kwds={"groups": np.repeat(np.arange(400), 10), "use_correction": False}, use_t=False
+    )
+    clustered = Clustered(tuple(repeated.reshape(400, 10).mean(1)))
+    assert clustered.standard_error == pytest.approx(model.bse[0] * math.sqrt(400 / 399), rel=1e-9)
+    assert clustered.drop == pytest.approx(model.params[0], rel=1e-9)
+    corrected = 2 * pytest.importorskip("scipy.stats").norm.sf(abs(clustered.drop) / clustered.standard_error)
+    assert clustered.p_value == pytest.approx(corrected, rel=1e-9)
+
+
+def test_one_question_has_no_spread_to_go_by() -> None:
+    assert Clustered((0.5,)).p_value == 1.0
+    assert Clustered((0.0, 0.0)).p_value == 1.0
+    assert Clustered((0.5, 0.5)).p_value == 0.0
+
+
+# ----------------------------------------------------------------------------------------------------- published totals
+
+
+def test_the_published_table_of_the_docs_is_what_the_arithmetic_gives() -> None:
+    docs = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    assert "\n".join(rows()) in docs
+
+
+def test_totals_with_few_changed_answers_are_a_loss_and_with_more_are_none() -> None:
+    (gsm8k,) = [one for one in EXAMPLES if one.what == "GSM8K"]
+    assert gsm8k.right == (1245, 1234)
+    assert round(gsm8k.unpaired_p, 2) == 0.37
+    assert (gsm8k.paired(0).lost, gsm8k.paired(0).won) == (11, 0), "at least the difference changed sides"
+    assert gsm8k.paired(0).p_value < 0.001
+    assert (gsm8k.paired(41 / 1319).lost, gsm8k.paired(41 / 1319).won) == (26, 15)
+
+
+def test_the_unpaired_test_is_that_of_statsmodels() -> None:
+    proportion = pytest.importorskip("statsmodels.stats.proportion")
+    for one in EXAMPLES:
+        if one.n is not None:
+            _, expected = proportion.proportions_ztest(one.right, (one.n, one.n))
+            assert one.unpaired_p == pytest.approx(expected, rel=1e-9)
