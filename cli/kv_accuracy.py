@@ -18,6 +18,7 @@ from kizami.formats.errors import KizamiError, printable
 if TYPE_CHECKING:
     from kizami.calibration.kv_accuracy.variants import Variant
     from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.kv_scales.neutral import KvScales
     from kizami.formats.serving.model import ServedModel
 
 LONG = 4096
@@ -58,6 +59,7 @@ def kv_accuracy(
     from kizami.cli.source import open_source
     from kizami.cli.target import Target
     from kizami.formats.families import find_family
+    from kizami.formats.fingerprint import config_sha256
     from kizami.formats.serving.model import read_model
     from kizami.quantize.executor import available_cores
 
@@ -75,8 +77,11 @@ def kv_accuracy(
         from kizami.calibration.machine import use_threads
 
         use_threads(threads or available_cores())
+    own = _own_scales(checkpoint)
     variants = read_variants(checkpoint, served, layout, kv_scales)
-    unserved = [*_unserved(variants), *_of_other_configs(variants, checkpoint)]
+    if own is not None and own.attention == "gqa" and layout is None and kv_scales is None:
+        variants += (scaled_variant("its own scales", own),)
+    unserved = [*_unserved(variants), *_of_other_configs(variants, own, config_sha256(checkpoint))]
     ui.warn(unserved)
     with refusing_out_of_memory(max_memory, resumes=False):
         length = seq_len or min(LONG, served.context or LONG)
@@ -86,7 +91,7 @@ def kv_accuracy(
         body = _measure(ui, checkpoint, tokens, Options(variants, skip, scratch, settings))
     thresholds = {"max_kl": max_kl, "min_top1": min_top1}
     # Whoever names scales will serve those, and 1.0 is there to compare with; whoever names layouts means all.
-    compared_only = kv_scales is not None and layout is None
+    compared_only = layout is None and any(one.scales is not None for one in variants)
     for variant in body["variants"]:
         variant["judged"] = not (compared_only and variant["scales"] is None)
     problems = problems_of(body, max_kl, min_top1, skip=bool(skip))
@@ -139,11 +144,17 @@ def read_variants(
     found = [Variant("fp8 at 1.0" if one is Layout.RAW else str(one), one) for one in chosen]
     names = [file.name for file in dict.fromkeys(files or ())]
     for file in dict.fromkeys(files or ()):
-        scales = read_kv_scales(file, checkpoint)
-        per = "head" if scales.granularity == "attn_head" else "layer"
         name = file.name if names.count(file.name) == 1 else str(file)
-        found.append(Variant(f"fp8, {printable(name, 80)} (per {per})", Layout.RAW, scales))
+        found.append(scaled_variant(printable(name, 80), read_kv_scales(file, checkpoint)))
     return tuple(found)
+
+
+def scaled_variant(name: str, scales: "KvScales") -> "Variant":
+    from kizami.calibration.kv_accuracy.variants import Variant
+    from kizami.formats.serving.kv_layout import Layout
+
+    per = "head" if scales.granularity == "attn_head" else "layer"
+    return Variant(f"fp8, {name} (per {per})", Layout.RAW, scales)
 
 
 def _unserved(variants: tuple["Variant", ...]) -> list[str]:
@@ -154,17 +165,18 @@ def _unserved(variants: tuple["Variant", ...]) -> list[str]:
     return [f"{name} is measured, and no engine serves it: {why}" for name, why in refusals.items() if why is not None]
 
 
-def _of_other_configs(variants: tuple["Variant", ...], checkpoint: "Checkpoint") -> list[str]:
-    """No error: an INT4 output has another config.json than the source that its scales were made from. Those that it
-    was written with are its own."""
-    from kizami.formats.fingerprint import config_sha256
+def _own_scales(checkpoint: "Checkpoint") -> "KvScales | None":
+    """Those that an output of kizami was written with."""
     from kizami.quantize.manifest import kv_scales_of, read_manifest
 
-    ours = config_sha256(checkpoint)
     try:
-        own = kv_scales_of(read_manifest(checkpoint.root))
+        return kv_scales_of(read_manifest(checkpoint.root))
     except KizamiError:  # of another tool, or damaged, which verify tells
-        own = None
+        return None
+
+
+def _of_other_configs(variants: tuple["Variant", ...], own: "KvScales | None", ours: str) -> list[str]:
+    """No error: an INT4 output has another config.json than the source that its scales were made from."""
     others = [(one.name, one.scales.config_sha256) for one in variants if one.scales is not None and one.scales != own]
     return [
         f"{name} was made from another config.json: {theirs[:16]}... then, {ours[:16]}... now"

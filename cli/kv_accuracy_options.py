@@ -24,7 +24,7 @@ KvScales = Annotated[
         panel=CACHE,
         metavar="FILE",
         help="Also measure fp8 at the scales of FILE (kizami kv-scales -o FILE), one per layer or one per KV head. "
-        "Repeatable. fp8 without a file is scale 1.0.",
+        "Repeatable. Default: those that SRC was converted with. fp8 without a file is scale 1.0.",
     ),
 ]
 SkipLayers = Annotated[
@@ -47,7 +47,7 @@ MaxKl = Annotated[
         callback=finite,
         help="Exit 1 if the mean KL of a variant is above X nats, over all positions or in one range of them. Where "
         "--skip-layers names layers, the variant with these in BF16 is judged; with --kv-scales and without --layout "
-        "only the scales of FILE are.",
+        "only the scales are.",
     ),
 ]
 MinTop1 = Annotated[

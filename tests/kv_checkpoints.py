@@ -60,8 +60,9 @@ def scales_of(source: Checkpoint, values: tuple[Any, ...] = VALUES, **more: Any)
     return replace(made, **more)
 
 
-def latent(value: float, source: str = "certificate") -> Callable[[Checkpoint], KvScales]:
-    """K and V of a latent are one row."""
+def latent(value: float, source: str | None = None) -> Callable[[Checkpoint], KvScales]:
+    """K and V of a latent are one row. By default 1.0 has a certificate, and what is not 1.0 was measured."""
+    source = source or ("certificate" if value == 1.0 else "calibrated")
 
     def make(checkpoint: Checkpoint) -> KvScales:
         made = scales_of(checkpoint, (((value,), (value,)),) * 2)

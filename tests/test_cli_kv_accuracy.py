@@ -171,16 +171,17 @@ def test_an_interrupted_run_leaves_nothing(demo_checkpoint: Path, text: Path, tm
 def test_scales_that_an_output_was_written_with_are_its_own(tmp_path: Path, kizami: Run) -> None:
     from kv_checkpoints import glm4, scales_of
 
-    from kizami.calibration.kv_accuracy.variants import Variant
-    from kizami.cli.kv_accuracy import _of_other_configs
-    from kizami.formats.serving.kv_layout import Layout
+    from kizami.cli.kv_accuracy import _of_other_configs, _own_scales, scaled_variant
 
     source = Checkpoint.open(glm4().save(tmp_path / "src"))
     scales = scales_of(source)
     scales.write(tmp_path / "kv.json")
     assert kizami("convert", source.root, tmp_path / "out", "--kv-scales", tmp_path / "kv.json", "-q").code == 0
-    out, variant = Checkpoint.open(tmp_path / "out"), Variant("fp8", Layout.RAW, scales)
-    assert _of_other_configs((variant,), out) == []
-    assert kizami("convert", source.root, tmp_path / "plain", "-q").code == 0
-    (warning,) = _of_other_configs((variant,), Checkpoint.open(tmp_path / "plain"))
+    own = _own_scales(Checkpoint.open(tmp_path / "out"))
+    assert own == scales
+    assert _own_scales(source) is None
+    variant = scaled_variant("its own scales", scales)
+    assert variant.name == "fp8, its own scales (per layer)"
+    assert _of_other_configs((variant,), own, "0" * 64) == []
+    (warning,) = _of_other_configs((variant,), None, "0" * 64)
     assert "another config.json" in warning

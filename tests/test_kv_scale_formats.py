@@ -77,6 +77,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads of a latent": lambda b: b.update(attention="mla"),
     "a latent per head": lambda b: b.update(attention="mla", kv_heads=0, granularity="attn_head"),
     "a short hash": lambda b: b.update(config_sha256="abc"),
+    "a certificate of 0.5": lambda b: b["layers"][0].update(source="certificate", k=[0.5]),
     "a hash that is a number": lambda b: b.update(config_sha256=0),
     "capital hash": lambda b: b.update(statistics_sha256="A" * 64),
     "no layers": lambda b: b.update(layers=[]),

@@ -390,7 +390,6 @@ def test_scales_forged_in_record_tensor_and_report_are_found_by_the_source_or_th
         lambda record: record.update(tensors=0),
         lambda record: record.update(forced="because"),
         lambda record: record.update(statement="calibrated on everything"),
-        lambda record: record["document"]["layers"][0].update(source="certificate"),
         lambda record: record["document"]["layers"][0].update(source="carried over"),
         lambda record: record["document"].update(kv_heads=4),
         lambda record: record["document"].update(architecture="LlamaForCausalLM"),

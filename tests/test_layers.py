@@ -57,7 +57,7 @@ ASKED_IF_THERE = {
     "calibration/kv_accuracy/logits.py": {"torch"},
     "calibration/kv_accuracy/measures.py": {"torch"},
     "calibration/kv_accuracy/rounding.py": {"torch"},
-    "calibration/kv_accuracy/run.py": {"torch"},
+    "calibration/kv_accuracy/passes.py": {"torch"},
     "calibration/kv_accuracy/sweep.py": {"torch"},
     "calibration/kv_accuracy/variants.py": {"torch"},
     "calibration/data/tokenizer.py": {"transformers"},  # chat templates, in its Jinja sandbox

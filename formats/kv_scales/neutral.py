@@ -31,7 +31,8 @@ _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 @dataclass(frozen=True, slots=True)
 class LayerScales:
     """k and v: multipliers of the stored codes, one or one per KV head, each a float32 number. `source`: who vouches
-    for them; a layer that is "not calibrated" has 1.0, an engine's default, and nobody knows whether it clips."""
+    for them. A certificate is of 1.0; a layer that is "not calibrated" has 1.0, too, an engine's default, and nobody
+    knows whether it clips."""
 
     layer: int
     k: tuple[float, ...]
@@ -186,8 +187,9 @@ def _decode_layer(at: int, layer: Any, count: int, is_gqa: bool, file: str) -> L
     k, v = (_scales(layer[key], f"{where}.{key}", count, file) for key in ("k", "v"))
     if not is_gqa and k != v and layer["source"] != "carried over":  # what others wrote is only ever forced
         raise _bad(f"{where}.v", list(v), f"{list(k)}: K and V of a latent are one row", file)
-    if layer["source"] == "not calibrated" and set(k + v) != {1.0}:
-        raise _bad(f"{where}.k, v", [*k, *v], "1.0, for a layer that is not calibrated", file)
+    if layer["source"] in ("not calibrated", "certificate") and set(k + v) != {1.0}:
+        kind = "has a certificate, which is of 1.0" if layer["source"] == "certificate" else "is not calibrated"
+        raise _bad(f"{where}.k, v", [*k, *v], f"1.0, for a layer that {kind}", file)
     findings = layer["findings"]
     if not isinstance(findings, list) or len(findings) > MAX_FINDINGS or not all(map(_is_line, findings)):
         raise _bad(f"{where}.findings", findings, f"a list of at most {MAX_FINDINGS} lines", file)
