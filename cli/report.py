@@ -8,12 +8,15 @@ from typing import Any
 import typer
 
 from kizami.cli import options as o
+from kizami.cli import report_compare as comparison
+from kizami.cli import report_limits as limits
 from kizami.cli import report_outputs as outputs
 from kizami.cli.command import Command
 from kizami.cli.convert import fail_over_threshold, show_roles
 from kizami.cli.kv_options import kv_body
 from kizami.cli.method_words import method_body, method_lines
 from kizami.cli.output import Ui, counted, figure, gib, plain_table
+from kizami.cli.report_html import html, refuse_missing_packages
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError, printable
 
@@ -25,6 +28,8 @@ def report(
     output: o.ToFile = None,
     top: o.Top = 10,
     max_rel_error: o.MaxRelError = None,
+    min_sqnr: o.MinSqnr = None,
+    compare: o.Compare = None,
     stats: o.InputStats = None,
     against: o.OutputAgainst = None,
     max_output_error: o.MaxOutputError = None,
@@ -41,8 +46,12 @@ def report(
     """
     from kizami.cli.source import finished_output
 
-    outputs.check_options(context, stats, against, max_output_error)
-
+    pictures = format == "html"
+    outputs.check_options(context, stats, against, max_output_error, pictures=pictures)
+    if pictures:
+        refuse_missing_packages()
+        if output is None:
+            raise KizamiError("html is a file", code="usage", hint="add -o FILE")
     if json and format not in (None, "json"):
         given, other = o.spelled(context, "json"), o.spelled(context, "format")
         raise KizamiError(
@@ -53,25 +62,35 @@ def report(
     folder = finished_output(out)
     target = None if output is None else Target.checked(output, folder)
     shown = None if verbose else top
-    body = report_body(folder, shown, max_rel_error)
+    body = report_body(folder, shown, max_rel_error, limits.parse_limits(min_sqnr))
+    if compare is not None:
+        body["compared"] = comparison.comparison_body(folder, compare)
     if stats is not None and against is not None:
         body["outputs"] = outputs.outputs_body(ui, folder, stats, against, shown, max_output_error)
     if target is not None:
-        target.write(_document(body, "json" if as_json else format or "text"))
+        made = (
+            html(ui, body, folder, against, stats)
+            if pictures
+            else _document(body, "json" if as_json else format or "text")
+        )
+        target.write(made)
         if not quiet:
             ui.progress(f"written to {output}")
     elif as_json:
         ui.emit("report", body)
-    elif format == "markdown":
-        for line in markdown(body):
+    elif format in ("markdown", "junit"):
+        for line in _document(body, format).decode("utf-8").splitlines():
             ui.say(line)
     else:
         show_report(ui, body)
     outputs.fail_over_output_error(ui, body["outputs"])
+    limits.fail_below(ui, body["below"])
     fail_over_threshold(ui, body["exceeding"], max_rel_error, body["method"])
 
 
-def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict[str, Any]:
+def report_body(
+    out: Path, top: int | None, max_rel_error: float | None, min_sqnr: dict[str, float] | None = None
+) -> dict[str, Any]:
     from kizami.cli.convert import exceeding
     from kizami.quantize.manifest import read_manifest
     from kizami.quantize.report import (
@@ -102,19 +121,22 @@ def report_body(out: Path, top: int | None, max_rel_error: float | None) -> dict
         "worst": worst_tensors(rows, len(packed) if top is None else top),
         "max_rel_error": max_rel_error,
         "exceeding": exceeding(out, max_rel_error),
+        "min_sqnr": min_sqnr or {},
+        "below": limits.below(rows, min_sqnr or {}),
+        "compared": None,
         "outputs": None,
         "warnings": manifest["warnings"],
     }
 
 
-def _title(body: dict[str, Any]) -> str:
+def title(body: dict[str, Any]) -> str:
     output = body["output"]
     size = f"{gib(output['bytes'])}, {output['bits_per_weight']:.2f} bits per weight"
     how = f", --method {body['method']}" if "quantize" in body["actions"] else ""
     return f"{body['family'] or 'model'}, {body['scheme']}{how}: {size}"
 
 
-def _last(body: dict[str, Any]) -> str:
+def last_line(body: dict[str, Any]) -> str:
     from math import log10
 
     error = body["rel_error"]
@@ -142,7 +164,7 @@ def _layer_rows(body: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _worst_rows(body: dict[str, Any]) -> list[tuple[str, ...]]:
+def worst_rows(body: dict[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             figure(row["rel_error"]),
@@ -157,7 +179,7 @@ def _worst_rows(body: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def show_report(ui: Ui, body: dict[str, Any]) -> None:
-    ui.say(_title(body), "bold")
+    ui.say(title(body), "bold")
     ui.say()
     show_roles(ui, body["roles"])
     ui.heading("measured modules by layer")
@@ -165,9 +187,14 @@ def show_report(ui: Ui, body: dict[str, Any]) -> None:
     if body["worst"]:
         ui.heading(f"worst {counted(len(body['worst']), 'tensor')}")
         chosen = range(len(WORST_COLUMNS)) if ui.verbose else NARROW
-        ui.table([WORST_COLUMNS[i] for i in chosen], [[row[i] for i in chosen] for row in _worst_rows(body)])
+        ui.table([WORST_COLUMNS[i] for i in chosen], [[row[i] for i in chosen] for row in worst_rows(body)])
     if body["outputs"]:
         outputs.show_outputs(ui, body["outputs"])
+    if found := body["compared"]:
+        ui.heading(comparison.title(found))
+        ui.table(comparison.COLUMNS, comparison.rows_of([*found["roles"], *found["layers"]]))
+        for line in comparison.notes(found):
+            ui.prose(line)
     for line in method_lines(body):
         ui.prose(line)
     if body["kv_scales"]:
@@ -175,10 +202,10 @@ def show_report(ui: Ui, body: dict[str, Any]) -> None:
     ui.warn(body["warnings"])
     ui.say()
     if body["outputs"]:
-        ui.say(_last(body))
+        ui.say(last_line(body))
         ui.result(outputs.last_line(body["outputs"]))
     else:
-        ui.result(_last(body))
+        ui.result(last_line(body))
 
 
 def markdown(body: dict[str, Any]) -> list[str]:
@@ -195,11 +222,15 @@ def markdown(body: dict[str, Any]) -> list[str]:
         )
         for line in body["roles"]
     ]
-    lines = ["# Error report", "", _cell(_title(body)), ""]
+    lines = ["# Error report", "", _cell(title(body)), ""]
     lines += _md_table(("role", "action", ">tensors", ">bytes", ">rel error", ">max", ">SQNR dB"), roles)
     lines += ["", "## Packed modules by layer", "", *_md_table(LAYER_COLUMNS, _layer_rows(body))]
     if body["worst"]:
-        lines += ["", "## Worst tensors", "", *_md_table(WORST_COLUMNS, _worst_rows(body))]
+        lines += ["", "## Worst tensors", "", *_md_table(WORST_COLUMNS, worst_rows(body))]
+    if found := body["compared"]:
+        lines += ["", f"## Compared: {_cell(comparison.title(found))}", ""]
+        lines += _md_table(comparison.COLUMNS, comparison.rows_of([*found["roles"], *found["layers"]]))
+        lines += [text for line in comparison.notes(found) for text in ("", _cell(line))]
     if found := body["outputs"]:
         lines += ["", "## Outputs of each layer's experts, on held-out tokens", ""]
         lines += _md_table(outputs.LAYER_COLUMNS, outputs.layer_rows(found))
@@ -208,7 +239,7 @@ def markdown(body: dict[str, Any]) -> list[str]:
             lines += _md_table(outputs.MODULE_COLUMNS, outputs.module_rows(found))
         lines += [line for note in outputs.notes(found, outputs.STARVED_SHOWN) for line in ("", _cell(note))]
     lines += [text for line in method_lines(body) for text in ("", _cell(line))]
-    ends = [_last(body), *([outputs.last_line(found)] if found else [])]
+    ends = [last_line(body), *([outputs.last_line(found)] if found else [])]
     return [*lines, *(line for end in ends for line in ("", end))]
 
 
@@ -229,6 +260,8 @@ def _document(body: dict[str, Any], format: str) -> bytes:
 
     if format == "json":
         return dump_json({"schema": "kizami.report/1", **body})
+    if format == "junit":
+        return limits.junit(body)
     lines = markdown(body) if format == "markdown" else text(body)
     return ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace")
 
@@ -267,7 +300,10 @@ COMMAND = Command(
     (
         "kizami report GLM-5.2-INT4/",
         "kizami report GLM-5.2-INT4/ --format markdown -o errors.md",
+        "kizami report GLM-5.2-INT4/ --format html --against GLM-5.2-FP8/ -o report.html",
         "kizami report out/ --top 50 --max-rel-error 0.12",
+        "kizami report out/ --min-sqnr routed_expert=20 --format junit -o report.xml",
+        "kizami report gptq/ --compare search/",
         "kizami report out/ --stats STATS/ --against src/ --max-output-error 0.15",
     ),
 )

@@ -28,10 +28,10 @@ Body = dict[str, Any]
 
 
 def check_options(
-    context: typer.Context, stats: Path | None, against: str | None, max_output_error: float | None
+    context: typer.Context, stats: Path | None, against: str | None, max_output_error: float | None, *, pictures: bool
 ) -> None:
-    """What goes together must be given together."""
-    if (stats is None) != (against is None):
+    """What goes together must be given together; pictures of the worst weights need the source alone."""
+    if (stats is None) != (against is None) and not (pictures and stats is None):
         given, missing = ("stats", "--against SRC") if against is None else ("against", "--stats STATS")
         raise KizamiError(
             f"{o.spelled(context, given)} without {missing.split()[0]}: the error of the outputs needs the inputs that "

@@ -1,0 +1,130 @@
+"""Limits of `kizami report` by role, JUnit XML, and two outputs held against each other."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from cli_fixtures import Run
+from client_fixtures import convert
+
+from kizami.cli.report_limits import parse_limits
+from kizami.formats.errors import KizamiError
+from kizami.quantize.comparison import compare_rows, ratio_map
+from kizami.quantize.report import measured, pooled_error, read_report
+
+
+@pytest.fixture(scope="module")
+def outputs(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("outputs")
+    return (
+        convert(demo_checkpoint, folder / "search", "-q"),
+        convert(demo_checkpoint, folder / "minmax", "--method", "minmax", "--group-size", "128", "-q"),
+    )
+
+
+def test_limits_are_numbers_or_numbers_of_a_role() -> None:
+    assert parse_limits(["20", "routed_expert=21.5"]) == {"": 20.0, "routed_expert": 21.5}
+    assert parse_limits(None) == {}
+    for text in ("x", "=20", "a=b", "nan", "inf", "routed_expert="):
+        with pytest.raises(KizamiError, match="expected dB, or ROLE=dB"):
+            parse_limits([text])
+    with pytest.raises(KizamiError, match="twice"):
+        parse_limits(["20", "21"])
+
+
+def test_tensors_below_the_limit_of_their_role_are_named(kizami: Run, outputs: tuple[Path, Path]) -> None:
+    rows = sorted(measured(read_report(outputs[0])), key=lambda row: row["sqnr_db"])
+    limit = (rows[1]["sqnr_db"] + rows[2]["sqnr_db"]) / 2
+    for word in (f"{limit}", f"routed_expert={limit}"):
+        done = kizami("report", outputs[0], "--min-sqnr", word)
+        assert done.code == 1
+        assert f"{rows[0]['name']}: SQNR {rows[0]['sqnr_db']:.2f} dB, expected at least" in done.err
+        body = kizami("report", outputs[0], "--min-sqnr", word, "--json").json
+        assert {one["name"] for one in body["below"]} == {row["name"] for row in rows[:2]}
+    assert kizami("report", outputs[0], "--min-sqnr", "1").code == 0
+
+
+def test_a_role_has_its_own_limit_before_that_of_all(kizami: Run, outputs: tuple[Path, Path]) -> None:
+    assert kizami("report", outputs[0], "--min-sqnr", "99", "--min-sqnr", "routed_expert=1").code == 0
+
+
+def test_a_limit_for_a_role_without_packed_tensors_is_a_mistake(kizami: Run, outputs: tuple[Path, Path]) -> None:
+    done = kizami("report", outputs[0], "--min-sqnr", "attention=20", "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "bad_option")
+    assert "routed_expert" in done.json["error"]["message"]
+
+
+# --------------------------------------------------------------------------------------------------------------- JUnit
+
+
+def suite_of(text: str) -> tuple[ElementTree.Element, dict[str, ElementTree.Element | None]]:
+    suite = ElementTree.fromstring(text)
+    return suite, {case.get("name", ""): case.find("failure") for case in suite.iter("testcase")}
+
+
+def test_each_limit_is_a_test_of_the_pipeline(kizami: Run, outputs: tuple[Path, Path], tmp_path: Path) -> None:
+    words = ["--min-sqnr", "99", "--max-rel-error", "0.5", "--format", "junit", "-o", tmp_path / "r.xml"]
+    assert kizami("report", outputs[0], *words).code == 1
+    suite, cases = suite_of((tmp_path / "r.xml").read_text())
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    assert cases["relative error at most 0.5"] is None
+    failure = cases["SQNR of every tensor at least 99 dB"]
+    assert failure is not None
+    assert failure.get("message") == "240 tensors miss it"
+    assert (failure.text or "").splitlines()[-1] == "and 40 more"
+
+
+def test_without_limits_there_is_one_test_that_passes(kizami: Run, outputs: tuple[Path, Path]) -> None:
+    _, cases = suite_of(kizami("report", outputs[0], "--format", "junit").out)
+    assert cases == {"the report is whole": None}
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def test_the_same_weights_are_held_against_each_other(kizami: Run, outputs: tuple[Path, Path]) -> None:
+    search, minmax = map(read_report, outputs)
+    body = kizami("report", outputs[0], "--compare", outputs[1], "--json").json["compared"]
+    (experts,) = body["roles"]
+    a, b = pooled_error(measured(search)), pooled_error(measured(minmax))
+    assert (experts["name"], experts["weights"]) == ("routed_expert", 240)
+    assert (experts["a_error"], experts["b_error"]) == (pytest.approx(a), pytest.approx(b))
+    assert a is not None
+    assert b is not None
+    assert experts["ratio"] == pytest.approx(b / a)
+    assert experts["better"] == 0
+    assert [layer["name"] for layer in body["layers"]] == [f"layer {i}" for i in range(1, 6)]
+    assert experts["b_bytes"] < experts["a_bytes"]
+    assert (body["here"], body["there"]) == ("w4a16-g32 search", "w4a16-g128 minmax")
+
+
+def test_a_comparison_is_shown_in_words_and_in_markdown(kizami: Run, outputs: tuple[Path, Path]) -> None:
+    done = kizami("report", outputs[0], "--compare", outputs[1])
+    assert "here w4a16-g32 search, there w4a16-g128 minmax (minmax)" in done.out
+    markdown = kizami("report", outputs[0], "--compare", outputs[1], "--format", "markdown").out
+    assert "## Compared: here" in markdown
+    assert "| routed_expert | 240 |" in markdown
+
+
+def test_the_map_of_ratios_is_that_of_the_two_maps(outputs: tuple[Path, Path]) -> None:
+    search, minmax = map(read_report, outputs)
+    ratios = ratio_map(search, minmax)
+    assert ratios.errors.shape == (3, 5)
+    assert (ratios.errors > 0).all(), "minmax in larger groups is worse everywhere"
+    assert abs(ratio_map(search, search).errors).max() == 0
+
+
+def test_what_only_one_has_packed_is_named(outputs: tuple[Path, Path]) -> None:
+    search, minmax = map(read_report, outputs)
+    found = compare_rows(search, measured(minmax)[1:])
+    assert found.only_a == (measured(minmax)[0]["name"],)
+    assert found.only_b == ()
+    assert found.roles[0].weights == 239
+
+
+def test_outputs_of_two_sources_are_not_compared(
+    kizami: Run, outputs: tuple[Path, Path], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    other = convert(tiny_checkpoint, tmp_path / "other", "-q")
+    done = kizami("report", outputs[0], "--compare", other, "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "other_source")
