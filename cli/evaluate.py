@@ -226,7 +226,20 @@ def _on_text(
     texts = join_texts(sets)
     settings = Settings("none", machine.device, machine.dtype, machine.memory)
     found = evaluate_streamed(models[0], models[1:], texts, Options(machine.scratch, settings), Watch(ui))
-    return text_body(models[0].name, sets, texts, found)
+    identities = {name: _identity(one.checkpoint) for one in models[1:] for name in one.names}
+    return text_body(models[0].name, sets, texts, found, identities)
+
+
+def _identity(checkpoint: "Checkpoint") -> dict[str, str | None]:
+    """Which checkpoint the figures are of; plan_hash: of an output of kizami."""
+    from kizami.formats.fingerprint import config_sha256
+    from kizami.quantize.manifest import read_manifest
+
+    try:
+        plan_hash = read_manifest(checkpoint.root)["plan_hash"]
+    except KizamiError:
+        plan_hash = None
+    return {"config_sha256": config_sha256(checkpoint), "plan_hash": plan_hash}
 
 
 def _other_tokenizers(models: list["Candidate"]) -> list[str]:

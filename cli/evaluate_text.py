@@ -62,9 +62,13 @@ class Watch:
 
 
 def text_body(
-    reference: str, sets: "Sequence[tuple[str, TokenSet]]", texts: "Texts", found: "Sequence[Compared]"
+    reference: str,
+    sets: "Sequence[tuple[str, TokenSet]]",
+    texts: "Texts",
+    found: "Sequence[Compared]",
+    identities: Mapping[str, Body],
 ) -> Body:
-    """KL and NLL in nats, shares from 0 to 1."""
+    """KL and NLL in nats, shares from 0 to 1. identities: which checkpoint each name is."""
     warnings = list(dict.fromkeys(warning for _, tokens in sets for warning in tokens.warnings))
     return {
         "kind": "text",
@@ -79,7 +83,7 @@ def text_body(
                 for name, tokens in sets
             ],
         },
-        "compared": [_compared(one, texts) for one in found],
+        "compared": [_compared(one, texts) | {"identity": identities[one.name]} for one in found],
         "notes": list(TEXT_NOTES),
         "warnings": warnings,
     }

@@ -7,6 +7,7 @@ import typer
 
 from kizami.cli import (
     calibrate,
+    card,
     check,
     convert,
     demo,
@@ -64,6 +65,7 @@ for _command in (
     kv_scales.COMMAND,
     kv_accuracy.COMMAND,
     evaluate.COMMAND,
+    card.COMMAND,
     env.COMMAND,
 ):
     app.command(_command.name, cls=PlainCommand, help=_command.help, epilog=_command.epilog)(_command.stoppable)

@@ -90,6 +90,9 @@ class CardFacts:
     calibrated: bool = False  # whether any data has been looked at
 
 
+NOT_EVALUATED = "It was not evaluated on benchmarks by the tool that wrote this card."
+
+
 def tensor_parallel_fits(part: str, rows: int, cols: int, group_size: int, tp: int) -> bool:
     """Whether one packed linear [rows, cols] can be cut into `tp` equal parts without splitting a group or a word.
 
@@ -103,7 +106,7 @@ def tensor_parallel_fits(part: str, rows: int, cols: int, group_size: int, tp: i
 def render_card(source_readme: str | None, facts: CardFacts) -> str:
     """The whole README.md, ending in a newline."""
     front_matter = _front_matter(source_readme, facts)
-    lines = [*front_matter, "", f"# {escape_markdown(facts.title)}", ""]
+    lines = [*front_matter, "", f"# {escape_markdown(facts.title)}", "", *_warning(facts)]
     lines += [*_summary(facts), *_to_be_added(front_matter)]
     for section in (_command, _errors, _verify, _serving, _limits, _sources):
         lines += section(facts)
@@ -207,6 +210,18 @@ def _tags(block: list[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- body
+
+
+def _warning(facts: CardFacts) -> list[str]:
+    """Before anything else: whoever serves it owes this to those who are served."""
+    if not facts.is_quantized:
+        return []
+    base = f"`{facts.base_model}`" if _is_hub_id(facts.base_model) else "its source"
+    return [
+        f"> **This is a quantized derivative of {base}, not the original.** Weights are rounded, and answers differ.",
+        "> What was measured and what was not stands below; say so where you serve it.",
+        "",
+    ]
 
 
 def _summary(facts: CardFacts) -> list[str]:
@@ -332,8 +347,8 @@ def _limits(facts: CardFacts) -> list[str]:
     return [
         "## Limits",
         "",
-        f"This checkpoint was made {made}. It was not evaluated on benchmarks",
-        "by the tool that wrote this card. Compare it with the source on your own task.",
+        f"This checkpoint was made {made}.",
+        f"{NOT_EVALUATED} Compare it with the source on your own task.",
         "",
     ]
 

@@ -1,0 +1,140 @@
+"""`kizami card`: figures of evaluations on the card, of this checkpoint only, and what was not measured."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fixtures import Run
+
+from kizami.formats.card_evaluation import with_evaluation
+from kizami.formats.errors import KizamiError
+from kizami.quantize.manifest import read_manifest
+
+FIGURES = {
+    "kl_mean": 0.0018, "kl_p999": 0.08, "top1": 0.965, "perplexity": 68.489, "perplexity_other": 68.488,
+    "nll_delta": -0.0009, "nll_delta_interval": [-0.0034, 0.0016],
+}  # fmt: skip
+TASK = {
+    "task": "gsm8k", "metric": "exact_match", "n": 1319, "a": 0.9439, "b": 0.9356, "drop": 0.0083,
+    "interval": [-0.0012, 0.0178], "p_value": 0.117, "visible_drop": 0.0136,
+}  # fmt: skip
+
+
+def text(plan_hash: str) -> dict[str, Any]:
+    identity = {"config_sha256": "0" * 64, "plan_hash": plan_hash}
+    domains = [{"name": "a|b.txt"} | FIGURES, {"name": "code.py"} | FIGURES]
+    return {
+        "schema": "kizami.evaluate/1", "kind": "text", "reference": "GLM-5.2-FP8/",
+        "tokens": {"sequences": 8, "seq_len": 512, "domains": [{"name": "a|b.txt"}, {"name": "code.py"}]},
+        "compared": [
+            {"name": "out", "all": FIGURES, "domains": domains, "identity": identity},
+            {"name": "out, KV fp8 at 1.0", "all": FIGURES, "domains": domains[:1], "identity": identity},
+            {"name": "other", "all": FIGURES | {"kl_mean": 99.0}, "domains": [], "identity": {"plan_hash": "x"}},
+        ],
+    }  # fmt: skip
+
+
+ANSWERS = {
+    "schema": "kizami.evaluate/1", "kind": "answers", "reference": "logs/fp8",
+    "compared": [{"name": "logs/int4", "tasks": [TASK]}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def out(converted: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(converted, tmp_path / "out")
+
+
+def files(folder: Path, *bodies: dict[str, Any]) -> list[str]:
+    words = []
+    for number, body in enumerate(bodies):
+        (folder / f"e{number}.json").write_text(json.dumps(body))
+        words += ["--evaluation", str(folder / f"e{number}.json")]
+    return words
+
+
+def test_the_card_begins_with_what_the_model_is(kizami: Run, out: Path) -> None:
+    card = kizami("card", out).out
+    assert card == (out / "README.md").read_text()
+    assert "quantized derivative" in card.partition("\n# ")[2].partition("| |")[0]
+
+
+def test_figures_of_this_checkpoint_stand_before_its_limits(kizami: Run, out: Path, tmp_path: Path) -> None:
+    plan_hash = read_manifest(out)["plan_hash"]
+    card = kizami("card", out, *files(tmp_path, text(plan_hash), ANSWERS)).out
+    assert card.count("## Evaluation") == 1
+    assert card.index("## Evaluation") < card.index("## Limits")
+    assert "on 8 sequences of 512 tokens (a\\|b.txt, code.py)" in card
+    assert "| KV cache BF16 | 1.80e-03 | 8.00e-02 | 96.50% | 68.489 | 68.488 | -0.0009 [-0.0034, +0.0016] |" in card
+    assert "| KV cache fp8 at 1.0 |" in card
+    assert "9.90e+01" not in card, "another model's"
+    assert "| gsm8k (exact_match) | 1,319 | 94.39 | 93.56 | +0.83 [-0.12, 1.78] | 0.117 | 1.36 points |" in card
+    assert "Not measured: coding, tool calls, long context, instruction following." in card
+    assert "What was evaluated stands above, and nothing else was." in card
+    assert "not evaluated on benchmarks" not in card
+
+
+def test_a_second_evaluation_takes_the_place_of_the_first(out: Path) -> None:
+    plan_hash, card = read_manifest(out)["plan_hash"], (out / "README.md").read_text()
+    once = with_evaluation(card, [text(plan_hash)], plan_hash)
+    assert with_evaluation(once, [text(plan_hash)], plan_hash) == once
+    assert "gsm8k" not in with_evaluation(with_evaluation(card, [ANSWERS], plan_hash), [text(plan_hash)], plan_hash)
+
+
+def test_in_place_the_card_is_replaced_and_the_output_still_verifies(kizami: Run, out: Path, tmp_path: Path) -> None:
+    done = kizami("card", out, *files(tmp_path, ANSWERS), "--in-place")
+    assert (done.code, done.out.splitlines()[-1]) == (0, f"card written to {out / 'README.md'}")
+    assert "## Evaluation" in (out / "README.md").read_text()
+    verified = kizami("verify", out)
+    assert verified.code == 0
+    assert "README.md was edited" in verified.err
+
+
+def test_figures_of_another_checkpoint_are_refused(kizami: Run, out: Path, tmp_path: Path) -> None:
+    done = kizami("card", out, *files(tmp_path, text("0" * 64)), "--in-place", "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "bad_evaluation")
+    assert "## Evaluation" not in (out / "README.md").read_text()
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(schema="x"),
+        lambda body: body.update(kind="x"),
+        lambda body: body.pop("compared"),
+        lambda body: body.update(compared=[7]),
+        lambda body: body["compared"][0].update(all=None),
+        lambda body: body["compared"][0]["all"].update(kl_mean="much"),
+        lambda body: body["compared"][0]["all"].update(nll_delta_interval=[1]),
+        lambda body: body["tokens"].update(sequences="many"),
+    ],
+)
+def test_what_is_no_evaluation_is_refused(out: Path, change: Change) -> None:
+    plan_hash = read_manifest(out)["plan_hash"]
+    body = copy.deepcopy(text(plan_hash))
+    change(body)
+    with pytest.raises(KizamiError) as refused:
+        with_evaluation((out / "README.md").read_text(), [body], plan_hash)
+    assert refused.value.code == "bad_evaluation"
+
+
+def test_words_of_an_evaluation_cannot_leave_their_cell(out: Path) -> None:
+    plan_hash = read_manifest(out)["plan_hash"]
+    body = text(plan_hash)
+    body["reference"] = "x\n# Heading\n<script>"
+    card = with_evaluation((out / "README.md").read_text(), [body], plan_hash)
+    assert "\n# Heading" not in card
+    assert "<script>" not in card
+
+
+def test_a_card_without_limits_is_not_guessed_at(kizami: Run, out: Path, tmp_path: Path) -> None:
+    (out / "README.md").write_text("mine\n")
+    done = kizami("card", out, *files(tmp_path, ANSWERS), "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "bad_card")
