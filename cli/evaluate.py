@@ -48,6 +48,10 @@ def evaluate(
     min_top1: e.MinTop1 = None,
     noise: e.Noise = None,
     margin: e.Margin = None,
+    requests: e.Requests = None,
+    max_tokens: e.MaxTokens = 1024,
+    concurrency: e.Concurrency = 8,
+    model: e.ServedModel = None,
     scratch: Scratch = None,
     max_memory: c.MaxMemory = "2GB",
     device: c.Device = "cpu",
@@ -59,26 +63,33 @@ def evaluate(
     json: o.Json = False,
     debug: o.Debug = False,
 ) -> None:
-    """Compare models with a reference: on text from their checkpoints, or question by question from lm-eval's logs.
+    """Compare models with a reference: on text, question by question, or in tool calls.
 
     Checkpoints are run a layer at a time, one after the other, on the same tokens: KL, agreement of the top token,
     perplexity, and next tokens lost and won, by domain (each --data FILE is one) and by position. Needs kizami's extra
     "calibrate". Logs (lm-eval --log_samples) are joined by question: McNemar's exact test, interval, what n can see,
-    and whether a drop of --margin is excluded; several runs in a folder are several answers to each question. FILE gets
-    the object of --json. Exit code 1 if a threshold is not met.
+    and whether a drop of --margin is excluded; several runs in a folder are several answers to each question. Servers
+    (http://HOST/v1, OpenAI's API) are asked the same conversations with tools: kizami's extra "eval"; the key is in
+    OPENAI_API_KEY. FILE gets the object of --json. Exit code 1 if a threshold is not met.
     """
-    from kizami.calibration.evaluation.lm_eval_logs import is_log
+    from kizami.calibration.evaluation.served import Asking
+    from kizami.cli.evaluate_servers import on_servers
     from kizami.cli.evaluate_text import answer_problems, show_answers, show_text, text_problems
     from kizami.cli.target import Target
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     started = time.monotonic()
-    on_answers = is_log(Path(a))
-    _check_kind(context, on_answers)
-    target = None if output is None else Target.checked(output, Path(a), *(data or []), *(kv_scales or []), noise)
-    if on_answers:
-        body = _on_answers(a, b, noise, MARGIN if margin is None else margin)
-        problems = [] if margin is None else answer_problems(body)
+    kind = _kind(a)
+    _check_kind(context, kind)
+    inputs = (*(data or []), *(kv_scales or []), noise, requests)
+    target = None if output is None else Target.checked(output, Path("." if kind == SERVERS else a), *inputs)
+    limit = MARGIN if margin is None else margin
+    if kind == ANSWERS:
+        body = _on_answers(a, b, noise, limit)
+    elif kind == SERVERS:
+        body = on_servers(
+            ui, a, b, requests, Asking(max_tokens, seed, concurrency, model=model), limit, control=control
+        )
     else:
         memory = o.parse_size(max_memory, o.spelled(context, "max_memory"))
         refuse_missing_packages()
@@ -92,33 +103,48 @@ def evaluate(
             body["warnings"].append(BUILT_IN)
         body["warnings"] += _other_tokenizers(models)
         body["thresholds"] = {"max_kl": max_kl, "min_top1": min_top1}
+    if kind == TEXT:
         problems = text_problems(body, max_kl, min_top1)
+    else:
+        problems = [] if margin is None else answer_problems(body)
     body |= {"problems": problems, "ok": not problems, "seconds": time.monotonic() - started}
     if target is not None:
         target.write(dump_json({"schema": "kizami.evaluate/1", **body}))
     if json:
         ui.emit("evaluate", body)
-    elif on_answers:
-        show_answers(ui, body)
-    else:
+    elif kind == TEXT:
         show_text(ui, body)
+    else:
+        show_answers(ui, body)
     if problems:
         raise typer.Exit(1)
 
 
-ON_TEXT = (
-    "data", "layout", "kv_scales", "control", "samples", "seq_len", "seed", "tokenizer", "max_kl", "min_top1",
-    "scratch", "max_memory", "device", "dtype", "threads",
-)  # fmt: skip
-ON_ANSWERS = ("noise", "margin")
+TEXT, ANSWERS, SERVERS = "checkpoints", "answers in logs", "servers"
+OPTIONS_OF = {
+    TEXT: (
+        "data", "layout", "kv_scales", "control", "samples", "seq_len", "seed", "tokenizer", "max_kl", "min_top1",
+        "scratch", "max_memory", "device", "dtype", "threads",
+    ),
+    ANSWERS: ("noise", "margin"),
+    SERVERS: ("requests", "max_tokens", "concurrency", "model", "seed", "margin", "control"),
+}  # fmt: skip
 
 
-def _check_kind(context: typer.Context, on_answers: bool) -> None:
-    """KizamiError "usage" for an option that the other kind of A has."""
-    for name in ON_TEXT if on_answers else ON_ANSWERS:
-        if o.from_command_line(context, name):
-            has, lacks = ("answers", "text from checkpoints") if on_answers else ("a checkpoint", "answers in logs")
-            raise KizamiError(f"{o.spelled(context, name)} is for {lacks}, and A is {has}", code="usage")
+def _kind(a: str) -> str:
+    from kizami.calibration.evaluation.lm_eval_logs import is_log
+
+    if a.startswith(("http://", "https://")):
+        return SERVERS
+    return ANSWERS if is_log(Path(a)) else TEXT
+
+
+def _check_kind(context: typer.Context, kind: str) -> None:
+    """KizamiError "usage" for an option that another kind of A has."""
+    for other, names in OPTIONS_OF.items():
+        for name in names:
+            if name not in OPTIONS_OF[kind] and o.from_command_line(context, name):
+                raise KizamiError(f"{o.spelled(context, name)} is for {other}, and A is of {kind}", code="usage")
 
 
 # -------------------------------------------------------------------------------------------------------- on answers
@@ -269,5 +295,6 @@ COMMAND = Command(
         "kizami evaluate GLM-5.2-FP8/ GLM-5.2-INT4/ --data chats.jsonl --data code.txt",
         "kizami evaluate GLM-5.2-FP8/ GLM-5.2-INT4/ --data chats.jsonl --layout fp8 --control",
         "kizami evaluate logs/fp8/ logs/int4/ --noise logs/fp8-again/ --margin 0.01",
+        "kizami evaluate http://127.0.0.1:8000/v1 http://127.0.0.1:8001/v1 --requests mine.jsonl --control",
     ),
 )

@@ -8,11 +8,14 @@ import typer
 from kizami.cli.options import finite, option
 
 TEXT, ANSWERS = "On text, from checkpoints", "On answers, from lm-eval's logs"
+SERVERS = "On tool calls, from servers"
 
 Reference = Annotated[
     str,
     typer.Argument(
-        metavar="A", show_default=False, help="The reference: a checkpoint, or lm-eval's samples (a file or a folder)."
+        metavar="A",
+        show_default=False,
+        help="The reference: a checkpoint, lm-eval's samples (a file or a folder), or the base URL of a server.",
     ),
 ]
 Others = Annotated[
@@ -66,6 +69,25 @@ Margin = Annotated[
         callback=finite,
         help="Exit 1 unless a drop of the share X or more is excluded in every task. Default for what is shown: 0.01.",
     ),
+]
+Requests = Annotated[
+    Path | None,
+    option(
+        "--requests",
+        panel=SERVERS,
+        metavar="FILE",
+        help="Conversations with tools, JSONL: id, tools, turns of messages and expected calls. Default: the small set "
+        "that comes with kizami.",
+    ),
+]
+MaxTokens = Annotated[
+    int, option("--max-tokens", panel=SERVERS, metavar="N", min=1, help="The most tokens of an answer. Default 1024.")
+]
+Concurrency = Annotated[
+    int, option("--concurrency", panel=SERVERS, metavar="N", min=1, max=1024, help="Requests at once. Default 8.")
+]
+ServedModel = Annotated[
+    str | None, option("--model", panel=SERVERS, metavar="NAME", help="Default: the first that /models names.")
 ]
 MaxKl = Annotated[
     float | None,

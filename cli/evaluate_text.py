@@ -223,11 +223,22 @@ def show_answers(ui: Ui, body: Body) -> None:
         ui.table(ANSWER_HEADS, [_answer_row(task, body["margin"]) for task in one["tasks"]])
         for note in one["left_out"]:
             ui.prose(f"left out: {note}")
+        if one.get("turns"):
+            ui.table(TURN_HEADS, [_turn_row(turn) for turn in one["turns"]])
+            ui.prose(f"answers ended by: {', '.join(f'{n:,} {word}' for word, n in one['finish_reasons'].items())}")
     ui.say()
     for note in body["notes"]:
         ui.prose(f"note: {note}")
     ui.fail(body["problems"], 5)
     ui.result(_last_answers(body))
+
+
+TURN_HEADS = (">turn", ">asked", ">calls", ">JSON", ">fits", ">valid", ">right", ">valid so far")
+
+
+def _turn_row(turn: Mapping[str, Any]) -> tuple[str, ...]:
+    keys = ("turn", "conversations", "called", "parsed", "fits", "valid", "right", "valid_so_far")
+    return tuple(f"{turn[key]:,}" for key in keys)
 
 
 def _answer_row(task: Mapping[str, Any], margin: float) -> tuple[str, ...]:

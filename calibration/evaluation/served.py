@@ -1,0 +1,250 @@
+"""Two OpenAI-compatible servers asked the same: the client, and the replay of conversations with tools."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from kizami.calibration.evaluation.lm_eval_logs import Joined
+from kizami.calibration.evaluation.tool_calls import Conversation, Worth, worth
+from kizami.formats.errors import KizamiError, printable
+
+RETRIES = 5
+MOST_WAIT = 60.0  # seconds, whatever Retry-After says
+MOST_BYTES = 64 << 20  # of an answer
+KEY = "OPENAI_API_KEY"
+NO_RESULT = "{}"
+UNANSWERED = Worth("no answer", answered=False, called=False, parsed=False, fits=False, right=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How both are asked. seed, temperature 0: as alike as a server makes it. concurrency: requests at once."""
+
+    max_tokens: int = 1024
+    seed: int = 0
+    concurrency: int = 8
+    timeout: float = 600.0
+    model: str | None = None
+
+
+class Server:
+    """An endpoint, by its base URL (`http://127.0.0.1:8000/v1`). A context manager."""
+
+    def __init__(self, url: str, asking: Asking) -> None:
+        import httpx
+
+        self.url = url.rstrip("/")
+        key = os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=asking.timeout, follow_redirects=False)
+        self._asking = asking
+        self.model = asking.model or self._first_model()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, dict[str, Any]]:
+        """finish_reason and message of the first choice. KizamiError "bad_answer", "no_answer"."""
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "tools": list(tools),
+            "temperature": 0,
+            "seed": self._asking.seed,
+            "max_tokens": self._asking.max_tokens,
+        }
+        answer = self._ask("POST", "/chat/completions", body)
+        choices = answer.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise self._bad("an answer without choices[0].message")
+        return str(choice.get("finish_reason")), message
+
+    def _first_model(self) -> str:
+        found = self._ask("GET", "/models", None).get("data")
+        first = found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
+        if not isinstance(first.get("id"), str):
+            raise self._bad("no model in /models")
+        return str(first["id"])
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """Asks again after 429 and 5xx, as Retry-After says, and after a broken connection."""
+        import httpx
+
+        said = ""
+        for attempt in range(RETRIES):
+            try:
+                answer = self._client.request(method, self.url + path, json=body)
+            except httpx.TransportError as e:
+                said, wait = type(e).__name__, 2.0**attempt
+            else:
+                if answer.status_code == 200:
+                    return self._object(answer)
+                said, wait = f"HTTP {answer.status_code}", _wait(answer.headers.get("retry-after"), attempt)
+                if answer.status_code != 429 and answer.status_code < 500:
+                    raise self._bad(f"{said}: {printable(answer.text, 200)}")
+            if attempt + 1 < RETRIES:
+                time.sleep(min(wait, MOST_WAIT))
+        raise KizamiError(f"no answer after {RETRIES} tries: {said}", code="no_answer", file=self.url + path)
+
+    def _object(self, answer: Any) -> dict[str, Any]:
+        if len(answer.content) > MOST_BYTES:
+            raise self._bad(f"an answer of {len(answer.content):,} bytes")
+        try:
+            found = answer.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise self._bad("an answer that is no JSON object")
+        return found
+
+    def _bad(self, what: str) -> KizamiError:
+        return KizamiError(f"the server gave {what}", code="bad_answer", file=self.url)
+
+
+def _wait(header: str | None, attempt: int) -> float:
+    try:
+        return max(float(header or ""), 0.0)
+    except ValueError:
+        return 2.0**attempt
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """worths: of each conversation, one for each turn."""
+
+    conversations: tuple[Conversation, ...]
+    worths: tuple[tuple[Worth, ...], ...]
+
+
+def replay(
+    server: Server,
+    conversations: Sequence[Conversation],
+    asking: Asking,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> Replay:
+    """Every conversation to its end, whatever the answers are; several at once."""
+    worths: list[tuple[Worth, ...]] = []
+    with ThreadPoolExecutor(asking.concurrency) as pool:
+        for found in pool.map(lambda one: _conversation(server, one), conversations):
+            worths.append(found)
+            on_done(len(worths), len(conversations))
+    if not any(one.answered for found in worths for one in found):
+        raise KizamiError("answered nothing", code="no_answer", file=server.url, hint="ask it by hand, with tools")
+    return Replay(tuple(conversations), tuple(worths))
+
+
+def _conversation(server: Server, conversation: Conversation) -> tuple[Worth, ...]:
+    said: list[Mapping[str, Any]] = []
+    found: list[Worth] = []
+    for turn in conversation.turns:
+        said += _addressed(turn.messages, said)
+        try:
+            finish, message = server.chat(said, conversation.tools)
+        except KizamiError as e:  # of this one: a context that is too long, a parser that gave up
+            found += [UNANSWERED] * (len(conversation.turns) - len(found))
+            found[-1] = replace(UNANSWERED, finish=e.code)
+            break
+        found.append(worth(conversation, turn, finish, message))
+        said.append(_kept(message))
+    return tuple(found)
+
+
+def _addressed(messages: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Results of tools go to the calls that the model made, in their order, and every call gets one: servers refuse a
+    call without a result, and a result without a call. A result that nobody asked for is told by the user."""
+    calls = said[-1].get("tool_calls") if said else None
+    ids = [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    made: list[Mapping[str, Any]] = []
+    for at, call_id in enumerate(ids):
+        content = results[at] if at < len(results) else NO_RESULT
+        made.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    made += [{"role": "user", "content": content} for content in results[len(ids) :]]
+    return [*made, *(message for message in messages if message["role"] != "tool")]
+
+
+def _kept(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {"role": "assistant", "content": message.get("content") or ""}
+    return kept | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+
+
+# ------------------------------------------------------------------------------------------------------------ compared
+
+MEASURES = ("valid", "right")
+
+
+def joined(a: Replay, b: Replay) -> list[Joined]:
+    """Conversations as questions: valid and right in every turn."""
+    return [
+        Joined(
+            "tool calls",
+            "none",
+            measure,
+            *(
+                tuple((float(all(getattr(one, measure) for one in worths)),) for worths in side.worths)
+                for side in (a, b)
+            ),
+        )
+        for measure in MEASURES
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class AtTurn:
+    """Of the conversations that have this turn: how many answered it with calls, JSON, calls that fit, validly and
+    rightly; so_far: validly up to here, which is how errors add up."""
+
+    turn: int
+    conversations: int
+    called: int
+    parsed: int
+    fits: int
+    valid: int
+    right: int
+    valid_so_far: int
+
+
+def by_turn(found: Replay) -> list[AtTurn]:
+    longest = max(len(worths) for worths in found.worths)
+    table = []
+    for turn in range(longest):
+        those = [worths for worths in found.worths if len(worths) > turn]
+        at = [worths[turn] for worths in those]
+        table.append(
+            AtTurn(
+                turn + 1,
+                len(at),
+                sum(one.called for one in at),
+                sum(one.parsed for one in at),
+                sum(one.fits for one in at),
+                sum(one.valid for one in at),
+                sum(one.right for one in at),
+                sum(all(one.valid for one in worths[: turn + 1]) for worths in those),
+            )
+        )
+    return table
+
+
+def finish_reasons(found: Replay) -> dict[str, int]:
+    """How many answers ended in which way."""
+    counts: dict[str, int] = {}
+    for worths in found.worths:
+        for one in worths:
+            counts[one.finish] = counts.get(one.finish, 0) + 1
+    return dict(sorted(counts.items()))

@@ -1,0 +1,215 @@
+"""Tool calls: a fixed set of conversations, and what a model's answers to them are worth.
+
+A conversation is a line of JSON: `id`, `tools` (as OpenAI's API has them), and `turns`. Each turn adds `messages` (of
+the user, or a tool's result), and says what is expected of the answer: `calls`, none for an answer in words. A later
+turn is asked with the model's own earlier answers, so that an error has its consequences.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kizami.formats.errors import KizamiError, printable
+from kizami.formats.files import open_regular
+from kizami.formats.strict_json import parse_json_object
+
+MAX_LINE_BYTES = 4 << 20
+MAX_CONVERSATIONS = 100_000
+ROLES = ("system", "user", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """messages: what is said before the answer. calls: those expected, in any order; none: an answer in words."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    id: str
+    tools: tuple[Mapping[str, Any], ...]
+    turns: tuple[Turn, ...]
+
+    def parameters(self, name: str) -> Mapping[str, Any] | None:
+        """The schema of a tool's arguments; None for a tool that is not there."""
+        found = next((tool["function"] for tool in self.tools if tool["function"]["name"] == name), None)
+        return None if found is None else found.get("parameters", {"type": "object"})
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Of one answer. finish: the server's finish_reason. answered: there is one. called: it has tool calls. parsed: all
+    arguments are JSON objects. fits: every name is a tool's, and its arguments fit the schema. right: the expected
+    calls and no others.
+
+    valid: what the server gave could be run: words where words were given, or calls that fit."""
+
+    finish: str
+    answered: bool
+    called: bool
+    parsed: bool
+    fits: bool
+    right: bool
+
+    @property
+    def valid(self) -> bool:
+        return self.answered and (not self.called or self.fits)
+
+
+def read_conversations(path: Path | None) -> list[Conversation]:
+    """Of a JSONL file; None: those that come with kizami. KizamiError "bad_requests" (with the line), "bad_json"."""
+    if path is None:
+        data = files("kizami.calibration.evaluation").joinpath("requests", "tools.jsonl").read_bytes()
+        return _parse(data.splitlines(), "tools.jsonl")
+    with open(open_regular(path, path.name), "rb") as stream:
+        lines = []
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            lines.append(line)
+            if len(line) > MAX_LINE_BYTES or len(lines) > MAX_CONVERSATIONS:
+                raise KizamiError("is too large for a set of requests", code="bad_requests", file=path.name)
+    return _parse(lines, path.name)
+
+
+def _parse(lines: Sequence[bytes], file: str) -> list[Conversation]:
+    found: dict[str, Conversation] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        one = _conversation(parse_json_object(line, where, what="line"), where)
+        if one.id in found:
+            raise _bad(where, f"the id {printable(one.id, 60)} is there twice")
+        found[one.id] = one
+    if not found:
+        raise KizamiError("has no request", code="bad_requests", file=file)
+    return list(found.values())
+
+
+def _conversation(body: Mapping[str, Any], where: str) -> Conversation:
+    name, tools, turns = body.get("id"), body.get("tools"), body.get("turns")
+    if not isinstance(name, str) or not name:
+        raise _bad(where, "has no id")
+    if not isinstance(tools, list) or not tools or not all(map(_is_tool, tools)):
+        raise _bad(where, "has no list of tools, each {type: function, function: {name, parameters}}")
+    if not isinstance(turns, list) or not turns:
+        raise _bad(where, "has no list of turns")
+    return Conversation(name, tuple(tools), tuple(_turn(turn, where) for turn in turns))
+
+
+def _is_tool(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("parameters", {}), dict)
+
+
+def _turn(turn: object, where: str) -> Turn:
+    if not isinstance(turn, dict) or turn.keys() != {"messages", "calls"}:
+        raise _bad(where, "has a turn that is not {messages, calls}")
+    messages, calls = turn["messages"], turn["calls"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise _bad(where, f"has messages that are not a list of {{role, content}} with the roles {', '.join(ROLES)}")
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise _bad(where, "has calls that are not a list of {name, arguments}")
+    return Turn(tuple(messages), tuple(Call(call["name"], call["arguments"]) for call in calls))
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def _is_call(call: object) -> bool:
+    return (
+        isinstance(call, dict)
+        and call.keys() == {"name", "arguments"}
+        and isinstance(call["name"], str)
+        and isinstance(call["arguments"], dict)
+    )
+
+
+def _bad(where: str, message: str) -> KizamiError:
+    return KizamiError(message, code="bad_requests", file=where)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def worth(conversation: Conversation, turn: Turn, finish: str, message: Mapping[str, Any]) -> Worth:
+    """Of an answer's message, as the server gave it: untrusted, of any shape."""
+    calls = message.get("tool_calls")
+    calls = calls if isinstance(calls, list) else []
+    made = [_made(call) for call in calls]
+    parsed = all(call is not None for call in made)
+    fits = parsed and all(call is not None and _fits(conversation, call) for call in made)
+    right = fits and _same([call for call in made if call is not None], turn.calls)
+    return Worth(printable(finish, 40), answered=True, called=bool(calls), parsed=parsed, fits=fits, right=right)
+
+
+def _made(call: object) -> Call | None:
+    """None where the arguments are no JSON object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    text = function.get("arguments")
+    try:
+        arguments = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return None
+    return Call(function["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _fits(conversation: Conversation, call: Call) -> bool:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError, UndefinedTypeCheck
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    schema = conversation.parameters(call.name)
+    if schema is None:
+        return False
+    try:
+        Draft202012Validator.check_schema(schema)
+        checker = Draft202012Validator(schema, registry=Registry())  # which fetches nothing
+        return bool(checker.is_valid(dict(call.arguments)))
+    except (SchemaError, UndefinedTypeCheck, Unresolvable) as e:
+        raise KizamiError(
+            f"the parameters of {printable(call.name, 60)} are no JSON schema: {printable(str(e), 100)}",
+            code="bad_requests",
+            file=conversation.id,
+        ) from e
+
+
+def _same(made: Sequence[Call], expected: Sequence[Call]) -> bool:
+    """The same calls, in any order. Strings are compared without the space around them, 1 is 1.0."""
+    left = list(expected)
+    for call in made:
+        found = next((one for one in left if one.name == call.name and _equal(one.arguments, call.arguments)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return a == b
+    if isinstance(a, str) and isinstance(b, str):
+        return a.strip() == b.strip()
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return a is None and b is None

@@ -1,0 +1,91 @@
+"""OpenAI-compatible servers on loopback: one that follows a script, and one that really runs a model."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+Answer = Callable[[Mapping[str, Any]], Mapping[str, Any] | tuple[int, Mapping[str, str]]]
+
+
+@contextmanager
+def serving(answer: Answer, model: str = "tiny") -> Iterator[str]:
+    """The base URL of a server whose answers `answer` makes of the request's body: a choice, or status and headers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps connections
+
+        def do_GET(self) -> None:
+            self._send(200, {}, {"data": [{"id": model}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            made = answer(body | {"authorization": self.headers.get("Authorization")})
+            if isinstance(made, tuple):
+                self._send(made[0], made[1], {"error": "no"})
+            else:
+                self._send(200, {}, {"choices": [made]})
+
+        def _send(self, status: int, headers: Mapping[str, str], body: Mapping[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in ({"Content-Length": str(len(data))} | dict(headers)).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+
+
+def call(*calls: tuple[str, Any]) -> dict[str, Any]:
+    """(name, arguments): an object, or the very text."""
+    made = [
+        {
+            "id": f"c{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": text if isinstance(text, str) else json.dumps(text)},
+        }
+        for i, (name, text) in enumerate(calls)
+    ]
+    return {"finish_reason": "tool_calls", "message": {"role": "assistant", "content": None, "tool_calls": made}}
+
+
+def running(folder: Path, new_tokens: int = 24) -> Answer:
+    """Answers that transformers really makes with the model of `folder`, greedily, its chat template included."""
+    import torch
+    from calibration_oracle import dense_model
+
+    from kizami.calibration.data.tokenizer import Tokenizer
+
+    tokenizer, model, lock = Tokenizer.open(folder), dense_model(folder), threading.Lock()
+
+    def answer(body: Mapping[str, Any]) -> dict[str, Any]:
+        text = "\n".join(f"{message['role']}: {message.get('content')}" for message in body["messages"])
+        (ids,) = tokenizer.encode([text], [False])
+        with lock, torch.inference_mode():
+            made = model.generate(
+                torch.from_numpy(ids[-200:].astype("int64"))[None], max_new_tokens=new_tokens, do_sample=False,
+                pad_token_id=0,
+            )  # fmt: skip
+        words = tokenizer._backend.decode(made[0, -new_tokens:].tolist())
+        return say(words)
+
+    return answer

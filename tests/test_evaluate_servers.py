@@ -1,0 +1,279 @@
+"""Tool calls of two servers: what an answer is worth, how errors add up, and what comes of bad servers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("jsonschema")
+
+from chat_server import call, running, say, serving
+from cli_fixtures import Run
+
+from kizami.calibration.evaluation import served as served_module
+from kizami.calibration.evaluation.served import Asking, Server, by_turn, finish_reasons, joined, replay
+from kizami.calibration.evaluation.tool_calls import Call, Conversation, Turn, read_conversations, worth
+from kizami.formats.errors import KizamiError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+ASK, RESULT = {"role": "user", "content": "?"}, {"role": "tool", "content": "21"}
+PARIS = Call("weather", {"city": "Paris"})
+ONE = Conversation("one", (WEATHER,), (Turn((ASK,), (PARIS,)),))
+TWO = Conversation("two", (WEATHER,), (Turn((ASK,), (PARIS,)), Turn((RESULT, ASK), ())))
+
+
+def line(conversation: Conversation) -> str:
+    turns = [
+        {"messages": turn.messages, "calls": [{"name": c.name, "arguments": c.arguments} for c in turn.calls]}
+        for turn in conversation.turns
+    ]
+    return json.dumps({"id": conversation.id, "tools": conversation.tools, "turns": turns})
+
+
+# ----------------------------------------------------------------------------------------------- what answers are worth
+
+
+@pytest.mark.parametrize(
+    ("answer", "flags"),
+    [
+        (call(("weather", {"city": "Paris"})), "called parsed fits valid right"),
+        (call(("weather", {"city": " Paris "})), "called parsed fits valid right"),
+        (call(("weather", {"city": "Rome"})), "called parsed fits valid"),
+        (call(("weather", {"city": "Paris", "days": 2})), "called parsed fits valid"),
+        (call(("weather", {"city": "Paris", "days": 0})), "called parsed"),
+        (call(("weather", {"town": "Paris"})), "called parsed"),
+        (call(("climate", {"city": "Paris"})), "called parsed"),
+        (call(("weather", '{"city": "Paris"')), "called"),
+        (call(("weather", "[1]")), "called"),
+        (call(("weather", {"city": "Paris"}), ("weather", {"city": "Paris"})), "called parsed fits valid"),
+        (say("21 degrees"), "parsed fits valid"),
+        ({"finish_reason": "stop", "message": {"tool_calls": [7]}}, "called"),
+        ({"finish_reason": "stop", "message": {"tool_calls": "x"}}, "parsed fits valid"),
+    ],
+)
+def test_an_answer_is_worth_what_can_be_run_of_it(answer: Mapping[str, Any], flags: str) -> None:
+    found = worth(ONE, ONE.turns[0], answer["finish_reason"], answer["message"])
+    assert [name for name in ("called", "parsed", "fits", "valid", "right") if getattr(found, name)] == flags.split()
+
+
+def test_words_are_right_where_no_call_is_expected() -> None:
+    turn = Turn((ASK,), ())
+    assert worth(ONE, turn, "stop", say("hello")["message"]).right
+    assert not worth(ONE, turn, "tool_calls", call(("weather", {"city": "Paris"}))["message"]).right
+
+
+def test_calls_may_come_in_any_order_and_numbers_are_numbers() -> None:
+    turn = Turn((ASK,), (PARIS, Call("weather", {"city": "Rome", "days": 2})))
+    made = call(("weather", {"city": "Rome", "days": 2.0}), ("weather", {"city": "Paris"}))
+    assert worth(ONE, turn, "tool_calls", made["message"]).right
+    assert not worth(ONE, turn, "tool_calls", call(("weather", {"city": "Rome", "days": True}))["message"]).right
+
+
+# --------------------------------------------------------------------------------------------------------- the requests
+
+
+def test_the_requests_that_come_with_kizami_fit_their_own_schemas() -> None:
+    found = read_conversations(None)
+    assert len(found) >= 20
+    assert any(len(one.turns) > 2 for one in found)
+    assert any(not turn.calls for one in found for turn in one.turns)
+    for one in found:
+        for turn in one.turns:
+            answer = call(*((c.name, dict(c.arguments)) for c in turn.calls)) if turn.calls else say("done")
+            found_worth = worth(one, turn, "stop", answer["message"])
+            assert found_worth.valid, one.id
+            assert found_worth.right, one.id
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no request"),
+        ("{}", ":1: has no id"),
+        ('{"id": "a"}', "has no list of tools"),
+        ('{"id": "a", "tools": [{}], "turns": [1]}', "has no list of tools"),
+        (line(ONE).replace('"turns": [', '"turns": [], "x": ['), "has no list of turns"),
+        (line(ONE).replace('"calls"', '"call"'), "has a turn that is not"),
+        (line(ONE).replace('"role": "user"', '"role": "assistant"'), "has messages that are not"),
+        (line(ONE).replace('"arguments"', '"args"'), "has calls that are not"),
+        (f"{line(ONE)}\n{line(ONE)}", ":2: the id one is there twice"),
+        ("[1]", "expected an object"),
+    ],
+)
+def test_requests_that_are_none_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "r.jsonl").write_text(text)
+    with pytest.raises(KizamiError, match=message):
+        read_conversations(tmp_path / "r.jsonl")
+
+
+def test_parameters_that_are_no_schema_are_named_and_nothing_is_fetched() -> None:
+    for schema in ({"type": "strnig"}, {"$ref": "http://127.0.0.1:9/x.json"}):
+        tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+        with pytest.raises(KizamiError, match="are no JSON schema"):
+            worth(Conversation("one", (tool,), ONE.turns), ONE.turns[0], "", call(("weather", {}))["message"])
+
+
+# -------------------------------------------------------------------------------------------------------------- servers
+
+
+def test_a_conversation_goes_on_with_the_models_own_answers() -> None:
+    seen: list[Mapping[str, Any]] = []
+
+    def answer(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        seen.append(body)
+        return call(("weather", {"city": "Rome"})) if len(seen) == 1 else say("fine")
+
+    with serving(answer) as url, Server(url, Asking(max_tokens=7, seed=3)) as server:
+        found = replay(server, [TWO], Asking())
+    first, second = seen
+    assert (first["model"], first["temperature"], first["seed"], first["max_tokens"]) == ("tiny", 0, 3, 7)
+    assert first["tools"] == [WEATHER]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool", "user"]
+    assert second["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
+    assert second["messages"][2] == {"role": "tool", "tool_call_id": "c0", "content": "21"}
+    assert [(one.valid, one.right) for one in found.worths[0]] == [(True, False), (True, True)]
+
+
+def test_a_result_that_nobody_asked_for_and_a_call_without_a_result_are_told_all_the_same() -> None:
+    seen: list[Mapping[str, Any]] = []
+
+    def answer(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        seen.append(body)
+        return say("no") if len(body["messages"]) == 1 and len(seen) == 1 else call(("a", {}), ("b", {}))
+
+    three = Conversation("three", (WEATHER,), (Turn((ASK,), ()), Turn((RESULT,), ()), Turn((ASK,), ())))
+    with serving(answer) as url, Server(url, Asking()) as server:
+        replay(server, [three], Asking())
+    assert seen[1]["messages"][2] == {"role": "user", "content": "21"}
+    assert [message["role"] for message in seen[2]["messages"][-3:]] == ["tool", "tool", "user"]
+
+
+def test_errors_add_up_over_turns() -> None:
+    def answer(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        bad = "two" in body["messages"][0]["content"] and len(body["messages"]) == 1
+        return call(("weather", "{")) if bad else call(("weather", {"city": "Paris"}))
+
+    conversations = [
+        Conversation(name, (WEATHER,), (Turn(({"role": "user", "content": name},), (PARIS,)), Turn((ASK,), (PARIS,))))
+        for name in ("one", "two", "three")
+    ]
+    with serving(answer) as url, Server(url, Asking()) as server:
+        found = replay(server, conversations, Asking(concurrency=2))
+    first, second = by_turn(found)
+    assert (first.conversations, first.valid, first.right, first.parsed) == (3, 2, 2, 2)
+    assert (second.valid, second.right, second.valid_so_far) == (3, 3, 2)
+    assert finish_reasons(found) == {"tool_calls": 6}
+    valid, right = joined(found, found)
+    assert (valid.metric, right.metric) == ("valid", "right")
+    assert valid.a == ((1.0,), (0.0,), (1.0,))
+
+
+def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(served_module.time, "sleep", waited.append)
+    answers = iter([(429, {"Retry-After": "3"}), (503, {}), say("hello")])
+    with serving(lambda body: next(answers)) as url, Server(url, Asking()) as server:
+        assert server.chat([ASK], [WEATHER])[1]["content"] == "hello"
+    assert waited == [3.0, 2.0]
+
+
+def test_an_answer_that_fails_counts_and_a_server_that_never_answers_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_module.time, "sleep", lambda seconds: None)
+
+    def answer(body: Mapping[str, Any]) -> Any:
+        return (400, {}) if "long" in body["messages"][0]["content"] else say("fine")
+
+    long = Conversation("long", (WEATHER,), (Turn(({"role": "user", "content": "long"},), ()), Turn((ASK,), ())))
+    with serving(answer) as url, Server(url, Asking()) as server:
+        found = replay(server, [TWO, long], Asking())
+        assert [one.valid for one in found.worths[1]] == [False, False]
+        assert [one.valid for one in found.worths[0]] == [True, True]
+        with pytest.raises(KizamiError, match="answered nothing"):
+            replay(server, [long], Asking())
+
+
+def test_what_is_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_module.time, "sleep", lambda seconds: None)
+    with pytest.raises(KizamiError, match="no answer after 5 tries: ConnectError"):
+        Server("http://127.0.0.1:9/v1", Asking())
+
+
+def test_the_key_is_sent_and_never_shown(kizami: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    seen = []
+
+    def answer(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        seen.append(body["authorization"])
+        return say("fine")
+
+    (tmp_path / "r.jsonl").write_text(line(ONE))
+    with serving(answer) as url:
+        done = kizami("evaluate", url, url, "--requests", tmp_path / "r.jsonl", "--json")
+    assert done.code == 0, done.err
+    assert set(seen) == {"Bearer sk-secret"}
+    assert "sk-secret" not in done.out + done.err
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_two_servers_are_compared_conversation_by_conversation(kizami: Run, tmp_path: Path) -> None:
+    names = [f"c{i}" for i in range(40)]
+    turns = {name: (Turn(({"role": "user", "content": name},), (PARIS,)),) for name in names}
+    (tmp_path / "r.jsonl").write_text("\n".join(line(Conversation(name, (WEATHER,), turns[name])) for name in names))
+    good = call(("weather", {"city": "Paris"}))
+    spoiled = {f"c{i}" for i in range(9)}
+
+    def worse(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return call(("weather", "{")) if body["messages"][0]["content"] in spoiled else good
+
+    with serving(lambda body: good) as a, serving(worse) as b:
+        words = ["evaluate", a, b, "--requests", tmp_path / "r.jsonl", "--control"]
+        body = kizami(*words, "--json").json
+        done = kizami(*words)
+        gated = kizami(*words, "--margin", "0.05")
+    worst, control = body["compared"]
+    assert [task["metric"] for task in worst["tasks"]] == ["valid", "right"]
+    valid = worst["tasks"][0]
+    assert (valid["n"], valid["lost"], valid["won"], valid["a"], valid["b"]) == (40, 9, 0, 1.0, 31 / 40)
+    assert valid["p_value"] == pytest.approx(2 * 0.5**9)
+    assert control["tasks"][0]["discordance"] == 0
+    assert worst["turns"][0]["valid"] == 31
+    assert "a drop is shown" in done.out
+    assert gated.code == 1
+
+
+def test_without_requests_the_small_set_is_taken_and_said_to_be_small(kizami: Run) -> None:
+    with serving(lambda body: say("I cannot.")) as url:
+        body = kizami("evaluate", url, url, "--json").json
+    assert "too few" in body["warnings"][0]
+    assert body["compared"][0]["tasks"][0]["n"] == len(read_conversations(None))
+
+
+def test_options_of_other_kinds_are_refused(kizami: Run) -> None:
+    done = kizami("evaluate", "http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1", "--max-kl", "1", "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "usage")
+
+
+@pytest.mark.long
+def test_two_servers_that_really_run_the_model_agree_with_themselves(
+    kizami: Run, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", minversion="5.24")
+    (tmp_path / "r.jsonl").write_text("\n".join(line(one) for one in read_conversations(None)[:3]))
+    with serving(running(demo_checkpoint)) as a, serving(running(demo_checkpoint)) as b:
+        body = kizami("evaluate", a, b, "--requests", tmp_path / "r.jsonl", "--json").json
+    for task in body["compared"][0]["tasks"]:
+        assert (task["lost"], task["won"], task["n"]) == (0, 0, 3)
+    assert body["compared"][0]["turns"] == body["reference_turns"]["turns"]
