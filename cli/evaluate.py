@@ -52,6 +52,11 @@ def evaluate(
     max_tokens: e.MaxTokens = 1024,
     concurrency: e.Concurrency = 8,
     model: e.ServedModel = None,
+    battery: e.Batteries = None,
+    task: e.Tasks = None,
+    questions: e.Questions = None,
+    logs: e.Logs = None,
+    run_generated_code: e.RunGeneratedCode = False,
     scratch: Scratch = None,
     max_memory: c.MaxMemory = "2GB",
     device: c.Device = "cpu",
@@ -69,11 +74,12 @@ def evaluate(
     perplexity, and next tokens lost and won, by domain (each --data FILE is one) and by position. Needs kizami's extra
     "calibrate". Logs (lm-eval --log_samples) are joined by question: McNemar's exact test, interval, what n can see,
     and whether a drop of --margin is excluded; several runs in a folder are several answers to each question. Servers
-    (http://HOST/v1, OpenAI's API) are asked the same conversations with tools: kizami's extra "eval"; the key is in
-    OPENAI_API_KEY. FILE gets the object of --json. Exit code 1 if a threshold is not met.
+    (http://HOST/v1, OpenAI's API) are asked the same conversations with tools, or lm-eval's tasks: kizami's extra
+    "eval"; the key is in OPENAI_API_KEY. FILE gets the object of --json. Exit code 1 if a threshold is not met.
     """
+    from kizami.calibration.evaluation.batteries import Battery, tasks_of
     from kizami.calibration.evaluation.served import Asking
-    from kizami.cli.evaluate_servers import on_servers
+    from kizami.cli.evaluate_servers import on_batteries, on_servers
     from kizami.cli.evaluate_text import answer_problems, show_answers, show_text, text_problems
     from kizami.cli.target import Target
 
@@ -82,14 +88,18 @@ def evaluate(
     kind = _kind(a)
     _check_kind(context, kind)
     inputs = (*(data or []), *(kv_scales or []), noise, requests)
-    target = None if output is None else Target.checked(output, Path("." if kind == SERVERS else a), *inputs)
+    target = None if output is None else Target.checked(output, Path(a), *inputs)
     limit = MARGIN if margin is None else margin
     if kind == ANSWERS:
         body = _on_answers(a, b, noise, limit)
     elif kind == SERVERS:
-        body = on_servers(
-            ui, a, b, requests, Asking(max_tokens, seed, concurrency, model=model), limit, control=control
-        )
+        asking = Asking(max_tokens, seed, concurrency, model=model)
+        named = tasks_of(battery or [], task or [])
+        if named:
+            asked = Battery(named, tokenizer, questions, run_generated_code, concurrency, seed)
+            body = on_batteries(ui, a, b, asked, asking, limit, logs, control=control)
+        else:
+            body = on_servers(ui, a, b, requests, asking, limit, control=control)
     else:
         memory = o.parse_size(max_memory, o.spelled(context, "max_memory"))
         refuse_missing_packages()
@@ -127,7 +137,10 @@ OPTIONS_OF = {
         "scratch", "max_memory", "device", "dtype", "threads",
     ),
     ANSWERS: ("noise", "margin"),
-    SERVERS: ("requests", "max_tokens", "concurrency", "model", "seed", "margin", "control"),
+    SERVERS: (
+        "requests", "max_tokens", "concurrency", "model", "battery", "task", "questions", "logs", "run_generated_code",
+        "tokenizer", "seed", "margin", "control",
+    ),
 }  # fmt: skip
 
 
@@ -296,5 +309,6 @@ COMMAND = Command(
         "kizami evaluate GLM-5.2-FP8/ GLM-5.2-INT4/ --data chats.jsonl --layout fp8 --control",
         "kizami evaluate logs/fp8/ logs/int4/ --noise logs/fp8-again/ --margin 0.01",
         "kizami evaluate http://127.0.0.1:8000/v1 http://127.0.0.1:8001/v1 --requests mine.jsonl --control",
+        "kizami evaluate http://127.0.0.1:8000/v1 http://127.0.0.1:8001/v1 --battery knowledge --logs logs/",
     ),
 )

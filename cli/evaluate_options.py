@@ -8,7 +8,7 @@ import typer
 from kizami.cli.options import finite, option
 
 TEXT, ANSWERS = "On text, from checkpoints", "On answers, from lm-eval's logs"
-SERVERS = "On tool calls, from servers"
+SERVERS = "On tool calls and tasks, from servers"
 
 Reference = Annotated[
     str,
@@ -88,6 +88,42 @@ Concurrency = Annotated[
 ]
 ServedModel = Annotated[
     str | None, option("--model", panel=SERVERS, metavar="NAME", help="Default: the first that /models names.")
+]
+Batteries = Annotated[
+    list[str] | None,
+    option(
+        "--battery",
+        panel=SERVERS,
+        metavar="NAME",
+        help="Instead of tool calls, a set of lm-eval's tasks: knowledge, coding, long-context or instructions. "
+        "Repeatable; lm-eval must be installed.",
+    ),
+]
+Tasks = Annotated[
+    list[str] | None,
+    option("--task", panel=SERVERS, metavar="NAME", help="One of lm-eval's tasks, beside --battery's. Repeatable."),
+]
+Questions = Annotated[
+    int | None,
+    option("--questions", panel=SERVERS, metavar="N", min=1, help="The most questions of a task. Default: all."),
+]
+Logs = Annotated[
+    Path | None,
+    option(
+        "--logs",
+        panel=SERVERS,
+        metavar="DIR",
+        help="A new folder for lm-eval's samples, one in it for each server.",
+    ),
+]
+RunGeneratedCode = Annotated[
+    bool,
+    option(
+        "--run-generated-code",
+        panel=SERVERS,
+        flag=True,
+        help="Let lm-eval execute code that the models wrote, here: humaneval and mbpp need it.",
+    ),
 ]
 MaxKl = Annotated[
     float | None,

@@ -9,6 +9,7 @@ from kizami.cli.output import Ui, counted
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
+    from kizami.calibration.evaluation.batteries import Battery
     from kizami.calibration.evaluation.served import Asking, Replay
 
 NEEDED = ("httpx", "jsonschema")
@@ -50,6 +51,37 @@ def on_servers(
     body["notes"] = [*NOTES, *body["notes"]]
     body["warnings"] = [] if requests is not None else [BUILT_IN.format(len(conversations))]
     return body
+
+
+def on_batteries(
+    ui: Ui, a: str, others: list[str], battery: "Battery", asking: "Asking", margin: float, logs: Path | None, *,
+    control: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """lm-eval asks every server the same; its samples are joined by question. KizamiError "lm_eval_failed"."""
+    from kizami.calibration.evaluation.batteries import run
+    from kizami.calibration.evaluation.lm_eval_logs import join_logs, read_logs
+    from kizami.calibration.evaluation.served import Server
+    from kizami.calibration.evaluation.verdicts import judge
+    from kizami.cli.evaluate_text import CONTROL, answers_body
+
+    _refuse_missing_packages()
+    if logs is None or logs.exists():
+        raise KizamiError("lm-eval's samples need a new folder", code="usage", hint="add --logs DIR")
+    named = [
+        (a, a, "a"),
+        *((url, url, f"b{at}") for at, url in enumerate(others)),
+        *([(CONTROL, a, "a-again")] * control),
+    ]
+    for name, url, folder in named:
+        with Server(url, asking) as server:
+            ui.progress(f"{name}: {server.model}, {', '.join(battery.tasks)}")
+            run(url, server.model, battery, logs / folder)
+    reference = read_logs(logs / "a")
+    compared = []
+    for name, _, folder in named[1:]:
+        joined, left_out = join_logs(reference, read_logs(logs / folder))
+        compared.append((name, [judge(one, margin) for one in joined], left_out))
+    return answers_body(a, compared, margin)
 
 
 def _turns(side: "Replay") -> dict[str, Any]:
