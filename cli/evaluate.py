@@ -54,6 +54,7 @@ def evaluate(
     model: e.ServedModel = None,
     battery: e.Batteries = None,
     task: e.Tasks = None,
+    task_folder: e.TaskFolder = None,
     questions: e.Questions = None,
     logs: e.Logs = None,
     run_generated_code: e.RunGeneratedCode = False,
@@ -96,7 +97,7 @@ def evaluate(
         asking = Asking(max_tokens, seed, concurrency, model=model)
         named = tasks_of(battery or [], task or [])
         if named:
-            asked = Battery(named, tokenizer, questions, run_generated_code, concurrency, seed)
+            asked = Battery(named, tokenizer, questions, run_generated_code, concurrency, seed, task_folder)
             body = on_batteries(ui, a, b, asked, asking, limit, logs, control=control)
         else:
             body = on_servers(ui, a, b, requests, asking, limit, control=control)
@@ -106,8 +107,9 @@ def evaluate(
         machine = _Machine(scratch, memory, device, None if dtype == "auto" else dtype, threads)
         with refusing_out_of_memory(max_memory, resumes=False):
             models = _open_models(a, b, layout, kv_scales, control)
-            sets = _read_sets(ui, models[0].checkpoint, data, tokenizer, samples, seq_len, seed)
+            sets, twice = _read_sets(ui, models[0].checkpoint, data, tokenizer, samples, seq_len, seed)
             body = _on_text(ui, models, sets, machine)
+        body["warnings"] += twice
         if data is None:
             body["tokens"]["built_in"] = True
             body["warnings"].append(BUILT_IN)
@@ -138,8 +140,8 @@ OPTIONS_OF = {
     ),
     ANSWERS: ("noise", "margin"),
     SERVERS: (
-        "requests", "max_tokens", "concurrency", "model", "battery", "task", "questions", "logs", "run_generated_code",
-        "tokenizer", "seed", "margin", "control",
+        "requests", "max_tokens", "concurrency", "model", "battery", "task", "task_folder", "questions", "logs",
+        "run_generated_code", "tokenizer", "seed", "margin", "control",
     ),
 }  # fmt: skip
 
@@ -225,8 +227,8 @@ def _read_sets(
     samples: int,
     seq_len: int | None,
     seed: int,
-) -> list[tuple[str, "TokenSet"]]:
-    """A set of tokens for each file, which is a domain."""
+) -> tuple[list[tuple[str, "TokenSet"]], list[str]]:
+    """A set of tokens for each file, which is a domain, and warnings."""
     from kizami.cli.calibrate import vocabulary_of
     from kizami.formats.families import find_family
     from kizami.formats.hub import locate
@@ -235,7 +237,7 @@ def _read_sets(
     ui.progress("reading the data")
     with STOP.held():
         from kizami.calibration.data.tokenizer import Tokenizer
-        from kizami.calibration.data.tokens import TokenSettings, read_tokens, sample_files
+        from kizami.calibration.data.tokens import TokenSet, TokenSettings, read_tokens, sample_files
 
     served = read_model(checkpoint.config, find_family(checkpoint.config, checkpoint.tensors)[0])
     opened = Tokenizer.open(checkpoint.root if tokenizer is None else locate(tokenizer))
@@ -243,10 +245,14 @@ def _read_sets(
     paths = data or sample_files(opened)
     names = [path.name for path in paths]
     vocabulary = vocabulary_of(checkpoint)
-    return [
-        (name if names.count(name) == 1 else str(path), read_tokens([path], opened, settings, vocabulary))
-        for name, path in zip(names, paths, strict=True)
-    ]
+    warnings = []
+    sets: dict[str, tuple[str, TokenSet]] = {}  # by the file's hash: twice the same would count twice
+    for name, path in zip(names, paths, strict=True):
+        tokens = read_tokens([path], opened, settings, vocabulary)
+        kept = sets.setdefault(tokens.sources[0].sha256, (name if names.count(name) == 1 else str(path), tokens))
+        if kept[1] is not tokens:
+            warnings.append(f"{path} has the bytes of {kept[0]}: it is used once")
+    return list(sets.values()), warnings
 
 
 def _on_text(

@@ -103,6 +103,10 @@ Tasks = Annotated[
     list[str] | None,
     option("--task", panel=SERVERS, metavar="NAME", help="One of lm-eval's tasks, beside --battery's. Repeatable."),
 ]
+TaskFolder = Annotated[
+    Path | None,
+    option("--task-folder", panel=SERVERS, metavar="DIR", help="Where --task finds tasks that are not lm-eval's own."),
+]
 Questions = Annotated[
     int | None,
     option("--questions", panel=SERVERS, metavar="N", min=1, help="The most questions of a task. Default: all."),

@@ -28,7 +28,6 @@ ANSWER_NOTES = (
     "intervals and p-values are of one task each; among many tasks some are beyond 5 % by chance",
     "no claim is made for what was not asked: other tasks, longer answers, other languages",
 )
-FEW_SEQUENCES = 20
 
 
 class Watch:
@@ -247,8 +246,12 @@ def _answer_row(task: Mapping[str, Any], margin: float) -> tuple[str, ...]:
         _task(task), f"{task['n']:,}", f"{100 * task['a']:.2f}", f"{100 * task['b']:.2f}",
         _count(task["lost"]), _count(task["won"]),
         f"{100 * task['drop']:+.2f} [{100 * low:.2f}, {100 * high:.2f}]", f"{task['p_value']:.3f}",
-        "; ".join(verdict_words(task, margin)), f"{100 * task['visible_drop']:.2f} points",
+        "; ".join(verdict_words(task, margin)), _visible(task["visible_drop"]),
     )  # fmt: skip
+
+
+def _visible(drop: float | None) -> str:
+    return "nothing" if drop is None else f"{100 * drop:.2f} points"
 
 
 def verdict_words(task: Mapping[str, Any], margin: float) -> tuple[str, str]:

@@ -104,10 +104,14 @@ def _answers(body: Body) -> list[str]:
             cells = (
                 escape_markdown(f"{task['task']} ({task['metric']})"), f"{task['n']:,}", f"{100 * task['a']:.2f}",
                 f"{100 * task['b']:.2f}", f"{100 * task['drop']:+.2f} [{100 * low:.2f}, {100 * high:.2f}]",
-                f"{task['p_value']:.3f}", f"{100 * task['visible_drop']:.2f} points",
+                f"{task['p_value']:.3f}", _visible(task["visible_drop"]),
             )  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _visible(drop: float | None) -> str:
+    return "nothing" if drop is None else f"{100 * drop:.2f} points"
 
 
 def _missing(tasks: Iterable[str]) -> list[str]:

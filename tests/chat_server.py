@@ -1,11 +1,10 @@
-"""OpenAI-compatible servers on loopback: one that follows a script, and one that really runs a model."""
+"""An OpenAI-compatible server on loopback that follows a script."""
 
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any] | tuple[int, Mapping[str, str]]]
@@ -66,26 +65,3 @@ def call(*calls: tuple[str, Any]) -> dict[str, Any]:
         for i, (name, text) in enumerate(calls)
     ]
     return {"finish_reason": "tool_calls", "message": {"role": "assistant", "content": None, "tool_calls": made}}
-
-
-def running(folder: Path, new_tokens: int = 24) -> Answer:
-    """Answers that transformers really makes with the model of `folder`, greedily, its chat template included."""
-    import torch
-    from calibration_oracle import dense_model
-
-    from kizami.calibration.data.tokenizer import Tokenizer
-
-    tokenizer, model, lock = Tokenizer.open(folder), dense_model(folder), threading.Lock()
-
-    def answer(body: Mapping[str, Any]) -> dict[str, Any]:
-        text = "\n".join(f"{message['role']}: {message.get('content')}" for message in body["messages"])
-        (ids,) = tokenizer.encode([text], [False])
-        with lock, torch.inference_mode():
-            made = model.generate(
-                torch.from_numpy(ids[-200:].astype("int64"))[None], max_new_tokens=new_tokens, do_sample=False,
-                pad_token_id=0,
-            )  # fmt: skip
-        words = tokenizer._backend.decode(made[0, -new_tokens:].tolist())
-        return say(words)
-
-    return answer

@@ -69,6 +69,17 @@ def test_a_threshold_holds_in_every_domain(run: Evaluate) -> None:
     assert "top-1" not in done.err
 
 
+def test_a_file_that_is_named_twice_counts_once(kizami: Run, demo_checkpoint: Path, tmp_path: Path) -> None:
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text("one two three " * (300 if folder == "c" else 200))
+    data = [word for folder in "abc" for word in ("--data", tmp_path / folder / "text.txt")]
+    done = kizami("evaluate", demo_checkpoint, demo_checkpoint, *data, "--samples", 1, "--seq-len", 16, "--json")
+    names = [domain["name"] for domain in done.json["tokens"]["domains"]]
+    assert names == [str(tmp_path / "a" / "text.txt"), str(tmp_path / "c" / "text.txt")]
+    assert any("it is used once" in warning for warning in done.json["warnings"])
+
+
 def test_another_tokenizer_is_told(kizami: Run, demo_checkpoint: Path, tmp_path: Path) -> None:
     other, text = shutil.copytree(demo_checkpoint, tmp_path / "other"), tmp_path / "a.txt"
     text.write_text("one two three " * 200)

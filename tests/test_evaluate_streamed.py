@@ -109,9 +109,9 @@ def test_next_tokens_are_lost_and_won_and_intervals_are_over_sequences() -> None
     found = over_sequences(tokens, 0, 4)
     assert (found.lost, found.won, found.accuracy) == (3, 1, 5 / 6)
     assert found.accuracy_drop == pytest.approx(2 / 6)
-    half = 1.959963984540054 * np.std([0.2, 0.5], ddof=1) / np.sqrt(2)
+    half = 12.706204736174694 * np.std([0.2, 0.5], ddof=1) / np.sqrt(2)
     assert found.nll_delta_interval == pytest.approx((0.35 - half, 0.35 + half))
-    half = 1.959963984540054 * np.std([0, 2 / 3], ddof=1) / np.sqrt(2)
+    half = 12.706204736174694 * np.std([0, 2 / 3], ddof=1) / np.sqrt(2)
     assert found.accuracy_drop_interval == pytest.approx((1 / 3 - half, 1 / 3 + half))
     assert over_sequences(tokens, 1, 2).lost == 1
     assert over_sequences(tokens, 3, 4).nll_delta_interval is None, "no position there has a next token"

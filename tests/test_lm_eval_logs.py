@@ -109,6 +109,49 @@ def test_answers_to_other_questions_are_not_compared(tmp_path: Path, change: Cha
     assert refused.value.code == "other_questions"
 
 
+def test_metrics_that_cannot_be_compared_are_left_out_and_named(tmp_path: Path) -> None:
+    more = {"metrics": ["exact_match", "rouge1", "f1"], "rouge1": 43.0, "f1": 0.5}
+    a = write(tmp_path / "a", [line(i, 1.0, **more) for i in range(3)])
+    b = write(tmp_path / "b", [line(i, 1.0, metrics=["exact_match", "rouge1"], rouge1=43.0) for i in range(3)])
+    found, notes = join_logs(read_logs(a), read_logs(b))
+    assert [one.metric for one in found] == ["exact_match"]
+    assert notes == ["gsm8k (none), f1: not every run has it", "gsm8k (none), rouge1: its scores are not from 0 to 1"]
+
+
+def test_an_answer_that_was_not_scored_is_not_passed_over(tmp_path: Path) -> None:
+    lines = [line(i, 1.0, metrics=["exact_match", "f1"], f1=0.5) for i in range(3)]
+    del lines[1]["f1"]
+    with pytest.raises(KizamiError, match="question 1 has other metrics that are numbers than the first one: f1"):
+        read_logs(write(tmp_path, lines))
+
+
+def test_samples_of_several_models_are_not_taken_for_runs_of_one(tmp_path: Path) -> None:
+    write(tmp_path, [line(0, 1.0)])
+    (tmp_path / "model").rename(tmp_path / "fp8")
+    write(tmp_path, [line(0, 0.0)])
+    with pytest.raises(KizamiError, match="samples of several models: fp8, model") as refused:
+        read_logs(tmp_path)
+    assert refused.value.code == "several_models"
+    assert list(read_logs(tmp_path / "fp8")) == ["gsm8k"]
+
+
+@pytest.mark.parametrize("said", [None, {"gsm8k": {"exact_match": True, "brier_score": False}}])
+def test_where_lower_is_better_a_rise_is_a_drop(tmp_path: Path, said: object) -> None:
+    def made(folder: Path, brier: float) -> Path:
+        metrics = ["brier_score", "exact_match"]
+        out = write(folder, [line(i, 1.0, metrics=metrics, brier_score=brier + i / 100) for i in range(20)])
+        if said is not None:
+            (out / "model" / f"results_{DATE}.json").write_text(json.dumps({"higher_is_better": said}))
+        return out
+
+    found, _ = join_logs(read_logs(made(tmp_path / "a", 0.15)), read_logs(made(tmp_path / "b", 0.55)))
+    brier, exact = (judge(one, 0.01) for one in found)
+    assert brier.drop == pytest.approx(0.4)
+    assert brier.p_value < 0.05
+    assert not brier.non_inferior
+    assert exact.drop == 0
+
+
 def test_no_task_in_common_is_an_error(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", [line(0, 1.0)]), write(tmp_path / "b", [line(0, 1.0)], task="arc")
     with pytest.raises(KizamiError, match="no task in common"):
@@ -123,6 +166,7 @@ def test_no_task_in_common_is_an_error(tmp_path: Path) -> None:
         (lambda lines: lines[1].update(doc_id=True), ":2: has no doc_id"),
         (lambda lines: lines[1].pop("doc_hash"), ":2: lacks doc_hash or prompt_hash or target_hash"),
         (lambda lines: lines[1].update(metrics="acc"), ":2: has no list of metrics"),
+        (lambda lines: lines[1].update(exact_match=10**400), ":2: has no metric that is a finite number"),
         (lambda lines: lines[1].update(exact_match=float("nan")), ":2: has no metric that is a finite number"),
         (lambda lines: lines[1].pop("exact_match"), ":2: has no metric that is a finite number"),
         (lambda lines: lines.clear(), "has no line"),

@@ -13,6 +13,8 @@ from kizami.calibration.evaluation.paired import (
     questions_for_margin,
     questions_needed,
     smallest_drop,
+    t_quantile,
+    t_tail,
 )
 from kizami.calibration.evaluation.published import EXAMPLES, rows
 
@@ -89,14 +91,31 @@ def test_power_is_what_simulated_experiments_have() -> None:
     assert np.mean(np.abs(z) > 1.96) == pytest.approx(0.8, abs=0.02)
 
 
-@pytest.mark.parametrize("n", [50, 281, 1319, 100_000])
-@pytest.mark.parametrize("discordance", [0.005, 0.04, 0.3, 1.0])
-def test_the_smallest_drop_is_the_inverse_of_the_questions_needed(n: int, discordance: float) -> None:
+@pytest.mark.parametrize("n", [8, 50, 281, 1319, 100_000])
+@pytest.mark.parametrize("discordance", [0.0, 0.005, 0.04, 0.3, 1.0])
+def test_the_smallest_drop_is_seen_by_four_of_five_experiments(n: int, discordance: float) -> None:
     drop = smallest_drop(n, discordance)
-    if drop < discordance:
-        assert questions_needed(drop, discordance) == pytest.approx(n, rel=1e-9)
-    else:
-        assert questions_needed(discordance, discordance) > n, "even if all that changed sides were losses"
+    assert drop is not None
+    assert questions_needed(drop, max(discordance, drop)) == pytest.approx(n, rel=1e-6)
+    changed = max(discordance, drop)
+    shares = [(changed + drop) / 2, (changed - drop) / 2, 1 - changed]
+    tables = np.random.default_rng(1).multinomial(n, np.clip(shares, 0, 1), 2000)
+    z = (tables[:, 0] - tables[:, 1]) / np.sqrt(np.maximum(tables[:, 0] + tables[:, 1], 1))
+    assert np.mean(np.abs(z) > 1.96) > 0.72, "the formula is of many questions"
+
+
+def test_a_few_questions_show_nothing() -> None:
+    assert smallest_drop(3, 0.0) is None
+    assert smallest_drop(1, 1.0) is None
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 30, 999, 20_000])
+def test_students_t_is_scipys(degrees: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for t in (0.0, 0.3, 1.0, 2.5, 7.0):
+        assert t_tail(t, degrees) == pytest.approx(stats.t.sf(t, degrees), rel=1e-7, abs=1e-13)
+    for tail in (0.025, 0.05, 0.2):
+        assert t_quantile(tail, degrees) == pytest.approx(stats.t.isf(tail, degrees), rel=1e-9)
 
 
 def test_no_question_that_changed_sides_is_no_proof_of_anything() -> None:
@@ -106,7 +125,8 @@ def test_no_question_that_changed_sides_is_no_proof_of_anything() -> None:
     assert not same.is_non_inferior(0.02)
     assert Paired(1000, 0, 0).is_non_inferior(0.01)
     assert not Paired(10, 0, 0).is_non_inferior(0.2)
-    assert Paired(10, 0, 0).visible_drop == 0.1
+    assert Paired(5, 0, 0).visible_drop is None
+    assert 0.5 < (Paired(10, 0, 0).visible_drop or 0) < 0.8
 
 
 @pytest.mark.parametrize(
@@ -170,14 +190,23 @@ def test_several_answers_to_a_question_count_as_one_question() -> None:
     clustered = Clustered(tuple(repeated.reshape(400, 10).mean(1)))
     assert clustered.standard_error == pytest.approx(model.bse[0] * math.sqrt(400 / 399), rel=1e-9)
     assert clustered.drop == pytest.approx(model.params[0], rel=1e-9)
-    corrected = 2 * pytest.importorskip("scipy.stats").norm.sf(abs(clustered.drop) / clustered.standard_error)
-    assert clustered.p_value == pytest.approx(corrected, rel=1e-9)
+    stats_t = pytest.importorskip("scipy.stats").ttest_1samp(clustered.drops, 0)
+    assert clustered.p_value == pytest.approx(stats_t.pvalue, rel=1e-9)
+    assert clustered.interval == pytest.approx(tuple(stats_t.confidence_interval(0.95)), rel=1e-9)
+    one_sided = pytest.importorskip("scipy.stats").ttest_1samp(clustered.drops, 0, alternative="less")
+    assert clustered.upper_bound == pytest.approx(one_sided.confidence_interval(0.95).high, rel=1e-9)
 
 
-def test_one_question_has_no_spread_to_go_by() -> None:
-    assert Clustered((0.5,)).p_value == 1.0
-    assert Clustered((0.0, 0.0)).p_value == 1.0
-    assert Clustered((0.5, 0.5)).p_value == 0.0
+def test_equal_questions_are_no_proof_either() -> None:
+    """Ten equal answers show as little where each was given three times."""
+    same = Clustered((0.0,) * 10)
+    assert (same.p_value, same.drop) == (1.0, 0.0)
+    assert same.upper_bound == pytest.approx(1 - 0.05**0.1)
+    assert same.interval == pytest.approx((-(1 - 0.025**0.1), 1 - 0.025**0.1))
+    assert not same.is_non_inferior(0.2)
+    assert Clustered((0.1,) * 3).p_value == 0.25, "three signs that agree, one chance in four"
+    alone = Clustered((0.5,))
+    assert (alone.p_value, alone.interval, alone.upper_bound, alone.visible_drop) == (1.0, (-1.0, 1.0), 1.0, None)
 
 
 # ----------------------------------------------------------------------------------------------------- published totals

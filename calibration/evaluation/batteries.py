@@ -23,7 +23,8 @@ INSTALL = "pip install 'lm-eval[api]', in this environment"
 @dataclass(frozen=True, slots=True)
 class Battery:
     """tasks: lm-eval's names. tokenizer: a folder or Hub id, which tasks that score given answers need. limit:
-    questions of each task, None for all. runs_code: whether code that the model wrote may be executed here."""
+    questions of each task, None for all. runs_code: whether code that the model wrote may be executed here. folder: of
+    tasks that are not lm-eval's own."""
 
     tasks: tuple[str, ...]
     tokenizer: str | None = None
@@ -31,6 +32,7 @@ class Battery:
     runs_code: bool = False
     concurrency: int = 8
     seed: int = 0
+    folder: Path | None = None
 
 
 def tasks_of(batteries: Sequence[str], tasks: Sequence[str]) -> tuple[str, ...]:
@@ -63,6 +65,7 @@ def command(url: str, model: str, battery: Battery, out: Path) -> list[str]:
     words += ["--tasks", ",".join(battery.tasks), "--gen_kwargs", "temperature=0", "--seed", str(battery.seed)]
     words += ["--log_samples", "--output_path", str(out)]
     words += ["--limit", str(battery.limit)] if battery.limit is not None else []
+    words += ["--include_path", str(battery.folder)] if battery.folder is not None else []
     return words + (["--confirm_run_unsafe_code"] if battery.runs_code else [])
 
 

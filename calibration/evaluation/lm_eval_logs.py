@@ -14,12 +14,17 @@ from typing import Any
 
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.files import io_error, open_regular
-from kizami.formats.strict_json import parse_json_object
+from kizami.formats.strict_json import parse_json_object, read_json_object
 
 _NAME = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?\.jsonl")
 MAX_LINE_BYTES = 64 << 20  # a question with a prompt of a million tokens, written twice
 MAX_FILES = 10_000
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
+MOST_RESULTS_BYTES = 64 << 20
+# Where no results_DATE.json stands beside the samples, which says it
+LOWER_IS_BETTER = frozenset({
+    "bits_per_byte", "brier_score", "byte_perplexity", "mae", "mse", "perplexity", "ter", "wer", "word_perplexity",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +37,24 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One run of one task: answers by doc_id and filter."""
+    """One run of one task: answers by doc_id and filter. lower_is_better: metrics."""
 
     task: str
     file: str
     answers: Mapping[tuple[int, str], Answer]
+    lower_is_better: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """One task, filter and metric. a, b: scores by question, each with one number for every run of its side."""
+    """One task, filter and metric. a, b: scores by question, from 0 to 1, each with one for every run of its side."""
 
     task: str
     filter: str
     metric: str
     a: tuple[tuple[float, ...], ...]
     b: tuple[tuple[float, ...], ...]
+    higher_is_better: bool = True
 
     @property
     def is_right_or_wrong(self) -> bool:
@@ -87,21 +94,15 @@ def join_logs(a: Mapping[str, Sequence[Log]], b: Mapping[str, Sequence[Log]]) ->
     KizamiError "other_questions" where the two were not asked the same.
     """
     joined: list[Joined] = []
-    notes = [
-        f"{task}: only {side} has it"
-        for side, ours, theirs in (("A", a, b), ("B", b, a))
-        for task in ours.keys() - theirs.keys()
-    ]
+    sides = (("A", a, b), ("B", b, a))
+    notes = [f"{task}: only {side} has it" for side, ours, theirs in sides for task in ours.keys() - theirs.keys()]
     for task in a.keys() & b.keys():
         keys = _same_questions(a[task], b[task])
         for name in sorted({name for _, name in keys}):
             mine = [key for key in keys if key[1] == name]
-            for metric in _metrics([*a[task], *b[task]], mine):
-                sides = [
-                    tuple(tuple(log.answers[key].scores[metric] for log in logs) for key in mine)
-                    for logs in (a[task], b[task])
-                ]
-                joined.append(Joined(task, name, metric, *sides))
+            found, odd = _metrics(a[task], b[task], mine)
+            notes += [f"{task} ({name}), {metric}: {why}" for metric, why in odd]
+            joined += [_join(task, name, metric, a[task], b[task], mine) for metric in found]
     if not joined:
         raise KizamiError(
             "A and B have no task in common", code="other_questions", hint="both need the samples of the same tasks"
@@ -109,11 +110,28 @@ def join_logs(a: Mapping[str, Sequence[Log]], b: Mapping[str, Sequence[Log]]) ->
     return sorted(joined, key=lambda one: (one.task, one.filter, one.metric)), sorted(notes)
 
 
+def _join(
+    task: str, name: str, metric: str, a: Sequence[Log], b: Sequence[Log], keys: Sequence[tuple[int, str]]
+) -> Joined:
+    first, second = (tuple(tuple(log.answers[key].scores[metric] for log in logs) for key in keys) for logs in (a, b))
+    return Joined(task, name, metric, first, second, metric not in a[0].lower_is_better)
+
+
 def _files(folder: Path) -> Iterator[Path]:
-    """lm-eval puts them into a folder with the model's name, below --output_path."""
-    for place in (folder, *sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())):
-        names = sorted(name for name in place.iterdir() if _NAME.fullmatch(name.name))
-        yield from names[:MAX_FILES]
+    """lm-eval puts them into a folder with the model's name, below --output_path. KizamiError "several_models"."""
+    places = [folder, *sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())]
+    found = {
+        place: files
+        for place in places
+        if (files := sorted(file for file in place.iterdir() if _NAME.fullmatch(file.name))[:MAX_FILES])
+    }
+    if len(found) > 1:
+        names = ", ".join(printable(place.name, 60) for place in found)
+        raise KizamiError(
+            f"has samples of several models: {names}", code="several_models", file=str(folder), hint="name one of them"
+        )
+    for files in found.values():
+        yield from files
 
 
 def _read(file: Path) -> Log:
@@ -138,7 +156,35 @@ def _read(file: Path) -> Log:
         raise io_error("cannot read", e, file.name) from e
     if not answers:
         raise KizamiError("has no line", code="no_samples", file=file.name)
-    return Log(task, file.name, answers)
+    _check_metrics(answers, file)
+    return Log(task, file.name, answers, _lower_is_better(file, task))
+
+
+def _check_metrics(answers: Mapping[tuple[int, str], Answer], file: Path) -> None:
+    """A metric that one answer lacks would be one fewer to compare, without a word."""
+    first: dict[str, frozenset[str]] = {}
+    for (question, name), answer in answers.items():
+        metrics = frozenset(answer.scores)
+        if (expected := first.setdefault(name, metrics)) != metrics:
+            odd = sorted(expected ^ metrics)[0]
+            raise KizamiError(
+                f"question {question} has other metrics that are numbers than the first one: {printable(odd, 60)}",
+                code="bad_samples",
+                file=file.name,
+                hint="an answer that was not scored is no answer: run it again",
+            )
+
+
+def _lower_is_better(file: Path, task: str) -> frozenset[str]:
+    """As results_DATE.json of the same run has it."""
+    beside = file.with_name(file.name.replace(f"samples_{task}_", "results_").removesuffix("l"))
+    if not beside.is_file():
+        return LOWER_IS_BETTER
+    said = read_json_object(beside, beside.name, limit=MOST_RESULTS_BYTES).get("higher_is_better")
+    metrics = said.get(task) if isinstance(said, dict) else None
+    if not isinstance(metrics, dict):
+        return LOWER_IS_BETTER
+    return frozenset(name for name, higher in metrics.items() if higher is False)
 
 
 def _answer(line: Mapping[str, Any], file: Path, number: int) -> tuple[tuple[int, str], Answer]:
@@ -150,10 +196,16 @@ def _answer(line: Mapping[str, Any], file: Path, number: int) -> tuple[tuple[int
         raise _bad(file, number, f"lacks {' or '.join(HASHES)}", "lm-eval 0.4.2 and later write them")
     if not isinstance(metrics, list) or not all(isinstance(metric, str) for metric in metrics):
         raise _bad(file, number, "has no list of metrics")
-    scores = {metric: float(value) for metric in metrics if isinstance(value := line.get(metric), bool | int | float)}
+    scores = {metric: value for metric in metrics if (value := _score(line.get(metric))) is not None}
     if not scores or not all(map(isfinite, scores.values())):
         raise _bad(file, number, "has no metric that is a finite number")
     return (question, name), Answer(tuple(map(str, hashes)), scores)
+
+
+def _score(value: object) -> float | None:
+    if not isinstance(value, bool | int | float) or (isinstance(value, int) and abs(value) > 1 << 53):
+        return None
+    return float(value)
 
 
 def _bad(file: Path, number: int, message: str, hint: str | None = None) -> KizamiError:
@@ -184,7 +236,17 @@ def _same_questions(a: Sequence[Log], b: Sequence[Log]) -> list[tuple[int, str]]
     return sorted(first.answers)
 
 
-def _metrics(logs: Sequence[Log], keys: Sequence[tuple[int, str]]) -> list[str]:
-    """Those that every answer has."""
-    common = set.intersection(*(set(log.answers[key].scores) for log in logs for key in keys))
-    return sorted(common)
+def _metrics(
+    a: Sequence[Log], b: Sequence[Log], keys: Sequence[tuple[int, str]]
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Those that both have, from 0 to 1, and why others are left out."""
+    sides = [set(logs[0].answers[keys[0]].scores) for logs in (a, b)]
+    found, odd = [], []
+    for metric in sorted(sides[0] | sides[1]):
+        if not all(metric in log.answers[keys[0]].scores for log in (*a, *b)):
+            odd.append((metric, "not every run has it"))
+        elif not all(0 <= log.answers[key].scores[metric] <= 1 for log in (*a, *b) for key in keys):
+            odd.append((metric, "its scores are not from 0 to 1"))
+        else:
+            found.append(metric)
+    return found, odd

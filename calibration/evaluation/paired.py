@@ -7,12 +7,14 @@ Formulas: A. Agresti, An Introduction to Categorical Data Analysis, 8.1 (McNemar
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import atan2, cos, pi, sin, sqrt
 from statistics import NormalDist, fmean, variance
 
 _NORMAL = NormalDist()
 TWO_SIDED, ONE_SIDED = _NORMAL.inv_cdf(0.975), _NORMAL.inv_cdf(0.95)  # 95 %
 POWER = _NORMAL.inv_cdf(0.8)
+FEWEST = 6  # answers lost and none won, of which McNemar's test is below 5 %
+MANY = 100_000  # degrees of freedom: t is the normal distribution to 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +90,20 @@ class Paired:
         return self.upper_bound < margin
 
     @property
-    def visible_drop(self) -> float:
-        """The smallest true drop that these n questions would have shown, in 4 of 5 runs, at this discordance, or at
-        that of one question where none changed sides."""
-        return smallest_drop(self.n, max(self.discordant, 1) / self.n)
+    def visible_drop(self) -> float | None:
+        """The smallest true drop that these n questions would have shown, in 4 of 5 runs, where as many more change
+        sides; None where not even a loss of all would have been."""
+        return smallest_drop(self.n, self.discordant / self.n) if self.n >= FEWEST else None
 
 
 @dataclass(frozen=True, slots=True)
 class Clustered:
-    """Several answers to each question: `drop` of each, A's share minus B's. Answers to one question are alike, so
-    questions are what counts."""
+    """Several answers to each question, or scores between right and wrong: `drop` of each question, A's mean score
+    minus B's, from -1 to 1. Answers to one question are alike, so questions are what counts.
+
+    Student's t over questions, and never narrower than what equal questions show: n of them without a loss exclude
+    losses of 1 - 0.05^(1/n) only.
+    """
 
     drops: tuple[float, ...]
 
@@ -111,25 +117,44 @@ class Clustered:
 
     @property
     def standard_error(self) -> float:
-        return sqrt(variance(self.drops) / self.n) if self.n > 1 else float("inf")
+        """0 of one question."""
+        return sqrt(variance(self.drops) / self.n) if self.n > 1 else 0.0
 
     @property
     def p_value(self) -> float:
-        """Two-sided, by the normal approximation over questions."""
-        if self.standard_error == 0:
-            return 1.0 if self.drop == 0 else 0.0
-        return 2 * _NORMAL.cdf(-abs(self.drop) / self.standard_error)
+        """Two-sided, of the t-test; no smaller than that of the signs where all agree."""
+        signs = sum(value != 0 for value in self.drops)
+        least: float = min(1.0, 2.0 * 0.5**signs) if self.drop else 1.0
+        if self.n < 2 or self.standard_error <= abs(self.drop) * 1e-12:
+            return least
+        return max(least, 2.0 * t_tail(abs(self.drop) / self.standard_error, self.n - 1))
 
     @property
     def interval(self) -> tuple[float, float]:
-        return self.drop - TWO_SIDED * self.standard_error, self.drop + TWO_SIDED * self.standard_error
+        half = self._half(0.025)
+        return max(self.drop - half, -1.0), min(self.drop + half, 1.0)
 
     @property
     def upper_bound(self) -> float:
-        return self.drop + ONE_SIDED * self.standard_error
+        return min(self.drop + self._half(0.05), 1.0)
 
     def is_non_inferior(self, margin: float) -> bool:
         return self.upper_bound < margin
+
+    @property
+    def visible_drop(self) -> float | None:
+        """As `Paired.visible_drop`, at this spread."""
+        if self.n < 2:
+            return None
+        steps = t_quantile(0.025, self.n - 1) + t_quantile(0.2, self.n - 1)
+        drop = max(steps * self.standard_error, smallest_drop(self.n, 0.0) or 1.0)
+        return drop if drop < 1 else None
+
+    def _half(self, tail: float) -> float:
+        if self.n < 2:
+            return 2.0
+        least: float = 1 - tail ** (1 / self.n)
+        return max(t_quantile(tail, self.n - 1) * self.standard_error, least)
 
 
 def pair(a: Sequence[bool], b: Sequence[bool]) -> Paired:
@@ -149,15 +174,58 @@ def questions_for_margin(margin: float, discordance: float) -> float:
     return (ONE_SIDED + POWER) ** 2 * discordance / margin**2
 
 
-def smallest_drop(n: int, discordance: float) -> float:
-    """The drop for which `questions_needed` is n: no more than `discordance`, by which everything that changes sides is
-    a loss; then n shows nothing smaller."""
-    low, high = 0.0, discordance
-    if discordance == 0 or questions_needed(discordance, discordance) > n:
-        return discordance
+def smallest_drop(n: int, discordance: float) -> float | None:
+    """The drop for which `questions_needed` is n, a drop above `discordance` being all that changes sides; None where
+    that is more than all."""
+
+    def needed(drop: float) -> float:
+        return questions_needed(drop, max(discordance, drop))
+
+    low, high = 1e-9, 1.0
+    if needed(high) > n:
+        return None
     for _ in range(200):  # bisection to the last bit
         middle = (low + high) / 2
         if middle in (low, high):
             break
-        low, high = (middle, high) if questions_needed(middle, discordance) > n else (low, middle)
+        low, high = (middle, high) if needed(middle) > n else (low, middle)
+    return high
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Of the mean, 95 %, two-sided, by Student's t; of two values or more."""
+    middle, half = fmean(values), t_quantile(0.025, len(values) - 1) * sqrt(variance(values) / len(values))
+    return middle - half, middle + half
+
+
+def t_tail(t: float, degrees: int) -> float:
+    """P(T > t) of Student's t with whole degrees of freedom, t >= 0: the finite series (Abramowitz and Stegun, 26.7.3
+    and 26.7.4)."""
+    angle = atan2(t, sqrt(degrees))
+    cosine = cos(angle) ** 2
+    if degrees % 2:
+        term = total = cos(angle) if degrees > 1 else 0.0
+        for k in range(3, degrees - 1, 2):
+            term *= cosine * (k - 1) / k
+            total += term
+        inside = 2 / pi * (angle + sin(angle) * total)
+    else:
+        term = total = 1.0
+        for k in range(2, degrees - 1, 2):
+            term *= cosine * (k - 1) / k
+            total += term
+        inside = sin(angle) * total
+    return float(max(0.0, (1 - inside) / 2))
+
+
+def t_quantile(tail: float, degrees: int) -> float:
+    """The t with P(T > t) = tail."""
+    if degrees > MANY:
+        return _NORMAL.inv_cdf(1 - tail)
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
     return high

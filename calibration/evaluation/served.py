@@ -41,7 +41,7 @@ class Server:
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=asking.timeout, follow_redirects=False)
-        self._asking = asking
+        self._asking, self._key = asking, key
         self.model = asking.model or self._first_model()
 
     def __enter__(self) -> "Server":
@@ -77,7 +77,7 @@ class Server:
         first = found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
         if not isinstance(first.get("id"), str):
             raise self._bad("no model in /models")
-        return str(first["id"])
+        return self._hidden(str(first["id"]))
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """Asks again after 429 and 5xx, as Retry-After says, and after a broken connection."""
@@ -94,7 +94,7 @@ class Server:
                     return self._object(answer)
                 said, wait = f"HTTP {answer.status_code}", _wait(answer.headers.get("retry-after"), attempt)
                 if answer.status_code != 429 and answer.status_code < 500:
-                    raise self._bad(f"{said}: {printable(answer.text, 200)}")
+                    raise self._bad(f"{said}: {printable(self._hidden(answer.text), 200)}")
             if attempt + 1 < RETRIES:
                 time.sleep(min(wait, MOST_WAIT))
         raise KizamiError(f"no answer after {RETRIES} tries: {said}", code="no_answer", file=self.url + path)
@@ -109,6 +109,10 @@ class Server:
         if not isinstance(found, dict):
             raise self._bad("an answer that is no JSON object")
         return found
+
+    def _hidden(self, text: str) -> str:
+        """A server may say what it was sent."""
+        return text.replace(self._key, "...") if self._key else text
 
     def _bad(self, what: str) -> KizamiError:
         return KizamiError(f"the server gave {what}", code="bad_answer", file=self.url)
@@ -191,18 +195,11 @@ MEASURES = ("valid", "right")
 
 def joined(a: Replay, b: Replay) -> list[Joined]:
     """Conversations as questions: valid and right in every turn."""
-    return [
-        Joined(
-            "tool calls",
-            "none",
-            measure,
-            *(
-                tuple((float(all(getattr(one, measure) for one in worths)),) for worths in side.worths)
-                for side in (a, b)
-            ),
-        )
-        for measure in MEASURES
-    ]
+    return [Joined("tool calls", "none", measure, _scores(a, measure), _scores(b, measure)) for measure in MEASURES]
+
+
+def _scores(found: Replay, measure: str) -> tuple[tuple[float, ...], ...]:
+    return tuple((float(all(getattr(one, measure) for one in worths)),) for worths in found.worths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kizami.calibration.data.tokens import TokenSet, tokens_sha256
-from kizami.calibration.evaluation.paired import Clustered
+from kizami.calibration.evaluation.paired import mean_interval
 from kizami.calibration.forward.run import Progress
 from kizami.calibration.forward.settings import Settings
 from kizami.calibration.kv_accuracy.logits import Outputs, compare_logits
@@ -184,4 +184,4 @@ def over_sequences(tokens: TokenMeasures, first: int, last: int) -> OverSequence
 
 
 def _interval(values: list[float]) -> tuple[float, float] | None:
-    return Clustered(tuple(values)).interval if len(values) > 1 else None
+    return mean_interval(values) if len(values) > 1 else None

@@ -18,7 +18,9 @@ from kizami.formats.strict_json import parse_json_object
 
 MAX_LINE_BYTES = 4 << 20
 MAX_CONVERSATIONS = 100_000
+MOST_CALLS = 128  # of an answer; OpenAI takes as many tools
 ROLES = ("system", "user", "tool")
+FINISH = ("stop", "length", "tool_calls", "content_filter", "function_call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +149,18 @@ def _bad(where: str, message: str) -> KizamiError:
 
 def worth(conversation: Conversation, turn: Turn, finish: str, message: Mapping[str, Any]) -> Worth:
     """Of an answer's message, as the server gave it: untrusted, of any shape."""
-    calls = message.get("tool_calls")
-    calls = calls if isinstance(calls, list) else []
+    calls = message.get("tool_calls") or []
+    calls = calls if isinstance(calls, list) and len(calls) <= MOST_CALLS else [None]
     made = [_made(call) for call in calls]
     parsed = all(call is not None for call in made)
     fits = parsed and all(call is not None and _fits(conversation, call) for call in made)
     right = fits and _same([call for call in made if call is not None], turn.calls)
-    return Worth(printable(finish, 40), answered=True, called=bool(calls), parsed=parsed, fits=fits, right=right)
+    return Worth(_word(finish), answered=True, called=bool(calls), parsed=parsed, fits=fits, right=right)
+
+
+def _word(finish: str) -> str:
+    """One of the API's words; a server may say anything, also what it was sent."""
+    return finish if finish in FINISH else "another word"
 
 
 def _made(call: object) -> Call | None:

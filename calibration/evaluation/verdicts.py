@@ -6,14 +6,13 @@ from statistics import fmean
 from kizami.calibration.evaluation.lm_eval_logs import Joined
 from kizami.calibration.evaluation.paired import Clustered, Paired, pair, questions_for_margin
 
-POWER_STEPS = 2.8016  # standard errors between nothing and what is seen in 4 of 5 runs: 1.95996 + 0.84162
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of n questions. a, b: mean scores; drop: a - b. lost, won, discordance: of single answers that are right or
-    wrong, else None. upper_bound: of the drop, one-sided, 95 %. visible_drop: what n would have shown in 4 of 5 runs.
-    needed: questions that would show non-inferiority at the margin, if there is no drop."""
+    """Of n questions. a, b: mean scores; drop: how much worse b is, a - b where higher is better. lost, won,
+    discordance: of single answers that are right or wrong, else None. upper_bound: of the drop, one-sided, 95 %.
+    visible_drop: what n would have shown in 4 of 5 runs, None for nothing. needed: questions that would show
+    non-inferiority at the margin, if there is no drop."""
 
     task: str
     filter: str
@@ -28,7 +27,7 @@ class Verdict:
     p_value: float
     upper_bound: float
     non_inferior: bool
-    visible_drop: float
+    visible_drop: float | None
     lost: int | None = None
     won: int | None = None
     discordance: float | None = None
@@ -39,13 +38,13 @@ def judge(joined: Joined, margin: float) -> Verdict:
     """McNemar's exact test where each question was answered once, right or wrong; else a test of questions' means."""
     counted: Paired | Clustered
     lost = won = discordance = needed = None
-    if joined.is_single and joined.is_right_or_wrong:
+    if joined.is_single and joined.is_right_or_wrong and joined.higher_is_better:
         counted = pair([a[0] == 1 for a in joined.a], [b[0] == 1 for b in joined.b])
         lost, won, discordance = counted.lost, counted.won, counted.discordant / counted.n
-        visible, needed = counted.visible_drop, questions_for_margin(margin, max(counted.discordant, 1) / counted.n)
+        needed = questions_for_margin(margin, max(counted.discordant, 1) / counted.n)
     else:
-        counted = Clustered(tuple(fmean(a) - fmean(b) for a, b in zip(joined.a, joined.b, strict=True)))
-        visible = POWER_STEPS * counted.standard_error
+        sign = 1 if joined.higher_is_better else -1
+        counted = Clustered(tuple(sign * (fmean(a) - fmean(b)) for a, b in zip(joined.a, joined.b, strict=True)))
     return Verdict(
         task=joined.task,
         filter=joined.filter,
@@ -60,7 +59,7 @@ def judge(joined: Joined, margin: float) -> Verdict:
         p_value=counted.p_value,
         upper_bound=counted.upper_bound,
         non_inferior=counted.is_non_inferior(margin),
-        visible_drop=visible,
+        visible_drop=counted.visible_drop,
         lost=lost,
         won=won,
         discordance=discordance,
