@@ -3,8 +3,8 @@
     python benchmarks/small_server.py DIR [--port 8000]
 
 float32 on the CPU, greedy, one request at a time; weights as in_memory.py decodes them (FP8, BF16, INT4). It answers
-/v1/models, /v1/chat/completions (by the checkpoint's chat template; tool calls are what the template's model writes as
-<tool_call>{...}</tool_call>), and /v1/completions with `echo` and `logprobs`, which lm-eval scores given answers with.
+/v1/models, /v1/chat/completions (by the checkpoint's chat template, if it has one; tool calls are what the model writes
+as <tool_call>{...}</tool_call>), and /v1/completions with `echo` and `logprobs`, by which lm-eval scores given answers.
 """
 
 import argparse
@@ -59,9 +59,13 @@ class Model:
         return {"tokens": words, "token_logprobs": own, "top_logprobs": top}
 
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        prompt = self.tokenizer.apply_chat_template(
-            body["messages"], tools=body.get("tools"), add_generation_prompt=True, tokenize=False
-        )
+        if self.tokenizer.chat_template is None:
+            lines = [f"{message['role']}: {message.get('content') or ''}" for message in body["messages"]]
+            prompt = "\n".join([*lines, "assistant:"])
+        else:
+            prompt = self.tokenizer.apply_chat_template(
+                body["messages"], tools=body.get("tools"), add_generation_prompt=True, tokenize=False
+            )
         text, reason = self.complete(prompt, int(body.get("max_tokens") or 256), ())
         calls = [made for found in TOOL_CALL.finditer(text) if (made := _call(found[1])) is not None]
         message: dict[str, Any] = {"role": "assistant", "content": TOOL_CALL.sub("", text).strip()}

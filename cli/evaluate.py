@@ -15,7 +15,7 @@ from kizami.cli.command import Command
 from kizami.cli.kv_accuracy_options import Scratch
 from kizami.cli.output import Ui
 from kizami.cli.stop import STOP
-from kizami.formats.errors import KizamiError
+from kizami.formats.errors import KizamiError, printable
 from kizami.formats.strict_json import dump_json
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ def evaluate(
     started = time.monotonic()
     kind = _kind(a)
     _check_kind(context, kind)
+    for other in b:
+        if (theirs := _kind(other)) != kind:
+            raise KizamiError(f"A is of {kind}, and {printable(other, 100)} of {theirs}", code="usage")
     inputs = (*(data or []), *(kv_scales or []), noise, requests)
     target = None if output is None else Target.checked(output, Path(a), *inputs)
     limit = MARGIN if margin is None else margin

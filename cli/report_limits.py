@@ -1,6 +1,7 @@
 """Limits of `kizami report`, by role: which tensors miss them, in words and as JUnit XML for pipelines."""
 
 from collections.abc import Sequence
+from math import log10
 from typing import Any
 from xml.etree import ElementTree
 
@@ -36,8 +37,8 @@ def parse_limits(texts: Sequence[str] | None) -> dict[str, float]:
 def below(rows: Sequence[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:
     """Packed tensors whose SQNR is below the limit of their role, or of all; the worst first. KizamiError "bad_option"
     for a role that has none: a limit that nothing is held to is a mistake."""
-    measured = [row for row in rows if row.get("sqnr_db") is not None]
-    roles = {row["role"] for row in measured}
+    measured = [(row, sqnr) for row in rows if (sqnr := _sqnr(row)) is not None]
+    roles = {row["role"] for row, _ in measured}
     for role in limits:
         if role != ALL and role not in roles:
             known = ", ".join(sorted(roles)) or "none"
@@ -46,11 +47,19 @@ def below(rows: Sequence[dict[str, Any]], limits: dict[str, float]) -> list[dict
                 code="bad_option",
             )
     found = []
-    for row in measured:
+    for row, sqnr in measured:
         limit = limits.get(row["role"], limits.get(ALL))
-        if limit is not None and row["sqnr_db"] < limit:
-            found.append({"name": row["name"], "role": row["role"], "sqnr_db": row["sqnr_db"], "limit": limit})
+        if limit is not None and sqnr < limit:
+            found.append({"name": row["name"], "role": row["role"], "sqnr_db": sqnr, "limit": limit})
     return sorted(found, key=lambda one: (one["sqnr_db"], one["name"]))
+
+
+def _sqnr(row: dict[str, Any]) -> float | None:
+    """Of a packed tensor; from its relative error where the row has that alone."""
+    if row.get("sqnr_db") is not None:
+        return float(row["sqnr_db"])
+    error = row.get("rel_error")
+    return None if not error else -20 * log10(error)
 
 
 def fail_below(ui: Ui, found: Sequence[dict[str, Any]]) -> None:

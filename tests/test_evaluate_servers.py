@@ -57,9 +57,12 @@ def line(conversation: Conversation) -> str:
         (call(("weather", {"city": "Paris"}), ("weather", {"city": "Paris"})), "called parsed fits valid"),
         (say("21 degrees"), "parsed fits valid"),
         ({"finish_reason": "stop", "message": {"tool_calls": [7]}}, "called"),
+        ({"finish_reason": "length", "message": {"content": "21 deg"}}, "parsed fits"),
+        ({"finish_reason": "stop", "message": {"content": None}}, "parsed fits"),
+        ({"finish_reason": "stop", "message": {"content": " "}}, "parsed fits"),
         ({"finish_reason": "stop", "message": {"tool_calls": "x"}}, "called"),
         ({"finish_reason": "stop", "message": {"tool_calls": {"a": 1}}}, "called"),
-        ({"finish_reason": "stop", "message": {"tool_calls": []}}, "parsed fits valid"),
+        ({"finish_reason": "stop", "message": {"tool_calls": [], "content": "21"}}, "parsed fits valid"),
         (call(*[("weather", {"city": "Paris"})] * 5000), "called"),
     ],
 )
@@ -118,8 +121,16 @@ def test_requests_that_are_none_are_named(tmp_path: Path, text: str, message: st
         read_conversations(tmp_path / "r.jsonl")
 
 
+def test_a_number_that_nobody_can_hold_does_not_fit() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "number", "multipleOf": 0.5}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    conversation = Conversation("one", (tool,), ONE.turns)
+    for text in ('{"n": 1e999}', f'{{"n": {"9" * 4000}}}'):
+        assert not worth(conversation, ONE.turns[0], "stop", call(("weather", text))["message"]).fits
+
+
 def test_parameters_that_are_no_schema_are_named_and_nothing_is_fetched() -> None:
-    for schema in ({"type": "strnig"}, {"$ref": "http://127.0.0.1:9/x.json"}):
+    for schema in ({"type": "strnig"}, {"$ref": "http://127.0.0.1:9/x.json"}, {"$ref": "#"}):
         tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
         with pytest.raises(KizamiError, match="are no JSON schema"):
             worth(Conversation("one", (tool,), ONE.turns), ONE.turns[0], "", call(("weather", {}))["message"])
@@ -202,7 +213,7 @@ def test_an_answer_that_fails_counts_and_a_server_that_never_answers_is_an_error
         found = replay(server, [TWO, long], Asking())
         assert [one.valid for one in found.worths[1]] == [False, False]
         assert [one.valid for one in found.worths[0]] == [True, True]
-        with pytest.raises(KizamiError, match="answered nothing"):
+        with pytest.raises(KizamiError, match="no conversation was answered: the server gave HTTP 400"):
             replay(server, [long], Asking())
 
 
@@ -210,6 +221,26 @@ def test_what_is_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_module.time, "sleep", lambda seconds: None)
     with pytest.raises(KizamiError, match="no answer after 5 tries: ConnectError"):
         Server("http://127.0.0.1:9/v1", Asking())
+    for url in ("http://[::1", "http://", "ftp://127.0.0.1/v1"):
+        with pytest.raises(KizamiError, match="is no URL"):
+            Server(url, Asking())
+    for model in ("\ud800", "x" * 10):
+        with serving(lambda body: say("fine"), model) as url:
+            if model == "x" * 10:
+                assert Server(url, Asking()).model == model
+            else:
+                with pytest.raises(KizamiError) as refused:
+                    Server(url, Asking())
+                assert refused.value.code == "bad_json"
+    monkeypatch.setenv("OPENAI_API_KEY", "schlüssel")
+    with pytest.raises(KizamiError, match="characters that no header can have"):
+        Server("http://127.0.0.1:9/v1", Asking())
+
+
+def test_a_and_b_are_of_one_kind(kizami: Run, tmp_path: Path) -> None:
+    done = kizami("evaluate", "http://127.0.0.1:9/v1", tmp_path, "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "usage")
+    assert "A is of servers" in done.json["error"]["message"]
 
 
 def test_the_key_is_sent_and_never_shown(kizami: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from cli_fixtures import Run
 from client_fixtures import convert
 
-from kizami.cli.report_limits import parse_limits
+from kizami.cli.report_limits import below, parse_limits
 from kizami.formats.errors import KizamiError
 from kizami.quantize.comparison import compare_rows, ratio_map
 from kizami.quantize.report import measured, pooled_error, read_report
@@ -42,6 +42,12 @@ def test_tensors_below_the_limit_of_their_role_are_named(kizami: Run, outputs: t
         body = kizami("report", outputs[0], "--min-sqnr", word, "--json").json
         assert {one["name"] for one in body["below"]} == {row["name"] for row in rows[:2]}
     assert kizami("report", outputs[0], "--min-sqnr", "1").code == 0
+
+
+def test_a_row_with_its_relative_error_alone_is_held_to_the_limit() -> None:
+    rows = [{"name": "a", "role": "routed_expert", "rel_error": 0.1}, {"name": "b", "role": "norm", "rel_error": None}]
+    assert below(rows, {"": 20.5}) == [{"name": "a", "role": "routed_expert", "sqnr_db": 20.0, "limit": 20.5}]
+    assert below(rows, {"": 19.5}) == []
 
 
 def test_a_role_has_its_own_limit_before_that_of_all(kizami: Run, outputs: tuple[Path, Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from kizami.calibration.evaluation.lm_eval_logs import Joined
 from kizami.calibration.evaluation.tool_calls import Conversation, Worth, worth
 from kizami.formats.errors import KizamiError, printable
+from kizami.formats.strict_json import parse_json_object
 
 RETRIES = 5
 MOST_WAIT = 60.0  # seconds, whatever Retry-After says
@@ -37,8 +38,8 @@ class Server:
     def __init__(self, url: str, asking: Asking) -> None:
         import httpx
 
-        self.url = url.rstrip("/")
-        key = os.environ.get(KEY)
+        self.url, key = url.rstrip("/"), os.environ.get(KEY)
+        _check(url, key)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=asking.timeout, follow_redirects=False)
         self._asking, self._key = asking, key
@@ -87,6 +88,8 @@ class Server:
         for attempt in range(RETRIES):
             try:
                 answer = self._client.request(method, self.url + path, json=body)
+            except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as e:  # ours: no server would answer
+                raise self._bad(f"nothing, and was not asked: {type(e).__name__}") from e
             except httpx.TransportError as e:
                 said, wait = type(e).__name__, 2.0**attempt
             else:
@@ -102,13 +105,7 @@ class Server:
     def _object(self, answer: Any) -> dict[str, Any]:
         if len(answer.content) > MOST_BYTES:
             raise self._bad(f"an answer of {len(answer.content):,} bytes")
-        try:
-            found = answer.json()
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise self._bad("an answer that is no JSON object")
-        return found
+        return parse_json_object(answer.content, self.url, what="answer")
 
     def _hidden(self, text: str) -> str:
         """A server may say what it was sent."""
@@ -116,6 +113,20 @@ class Server:
 
     def _bad(self, what: str) -> KizamiError:
         return KizamiError(f"the server gave {what}", code="bad_answer", file=self.url)
+
+
+def _check(url: str, key: str | None) -> None:
+    """KizamiError "bad_option" for what cannot be asked."""
+    import httpx
+
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError) as e:
+        raise KizamiError(f"{printable(url, 100)} is no URL: {e}", code="bad_option") from e
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise KizamiError(f"{printable(url, 100)} is no URL of a server, such as http://HOST/v1", code="bad_option")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise KizamiError(f"{KEY} has characters that no header can have", code="bad_option")
 
 
 def _wait(header: str | None, attempt: int) -> float:
@@ -144,16 +155,17 @@ def replay(
 ) -> Replay:
     """Every conversation to its end, whatever the answers are; several at once."""
     worths: list[tuple[Worth, ...]] = []
+    errors: list[KizamiError] = []
     with ThreadPoolExecutor(asking.concurrency) as pool:
-        for found in pool.map(lambda one: _conversation(server, one), conversations):
+        for found in pool.map(lambda one: _conversation(server, one, errors), conversations):
             worths.append(found)
             on_done(len(worths), len(conversations))
-    if not any(one.answered for found in worths for one in found):
-        raise KizamiError("answered nothing", code="no_answer", file=server.url, hint="ask it by hand, with tools")
+    if errors and not any(one.finish not in (e.code for e in errors) for found in worths for one in found[:1]):
+        raise KizamiError(f"no conversation was answered: {errors[0].message}", code=errors[0].code, file=server.url)
     return Replay(tuple(conversations), tuple(worths))
 
 
-def _conversation(server: Server, conversation: Conversation) -> tuple[Worth, ...]:
+def _conversation(server: Server, conversation: Conversation, errors: list[KizamiError]) -> tuple[Worth, ...]:
     said: list[Mapping[str, Any]] = []
     found: list[Worth] = []
     for turn in conversation.turns:
@@ -161,8 +173,8 @@ def _conversation(server: Server, conversation: Conversation) -> tuple[Worth, ..
         try:
             finish, message = server.chat(said, conversation.tools)
         except KizamiError as e:  # of this one: a context that is too long, a parser that gave up
-            found += [UNANSWERED] * (len(conversation.turns) - len(found))
-            found[-1] = replace(UNANSWERED, finish=e.code)
+            errors.append(e)
+            found += [replace(UNANSWERED, finish=e.code)] * (len(conversation.turns) - len(found))
             break
         found.append(worth(conversation, turn, finish, message))
         said.append(_kept(message))

@@ -51,9 +51,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Of one answer. finish: the server's finish_reason. answered: there is one. called: it has tool calls. parsed: all
-    arguments are JSON objects. fits: every name is a tool's, and its arguments fit the schema. right: the expected
-    calls and no others.
+    """Of one answer. finish: the server's finish_reason. answered: it has calls, or words that are not cut off. called:
+    it has tool calls. parsed: all arguments are JSON objects. fits: every name is a tool's, and its arguments fit the
+    schema. right: the expected calls and no others.
 
     valid: what the server gave could be run: words where words were given, or calls that fit."""
 
@@ -154,8 +154,10 @@ def worth(conversation: Conversation, turn: Turn, finish: str, message: Mapping[
     made = [_made(call) for call in calls]
     parsed = all(call is not None for call in made)
     fits = parsed and all(call is not None and _fits(conversation, call) for call in made)
-    right = fits and _same([call for call in made if call is not None], turn.calls)
-    return Worth(_word(finish), answered=True, called=bool(calls), parsed=parsed, fits=fits, right=right)
+    words = message.get("content")
+    answered = bool(calls) or (finish != "length" and isinstance(words, str) and bool(words.strip()))
+    right = answered and fits and _same([call for call in made if call is not None], turn.calls)
+    return Worth(_word(finish), answered=answered, called=bool(calls), parsed=parsed, fits=fits, right=right)
 
 
 def _word(finish: str) -> str:
@@ -189,7 +191,9 @@ def _fits(conversation: Conversation, call: Call) -> bool:
         Draft202012Validator.check_schema(schema)
         checker = Draft202012Validator(schema, registry=Registry())  # which fetches nothing
         return bool(checker.is_valid(dict(call.arguments)))
-    except (SchemaError, UndefinedTypeCheck, Unresolvable) as e:
+    except OverflowError:  # a number that float cannot hold: the model's
+        return False
+    except (SchemaError, UndefinedTypeCheck, Unresolvable, RecursionError) as e:
         raise KizamiError(
             f"the parameters of {printable(call.name, 60)} are no JSON schema: {printable(str(e), 100)}",
             code="bad_requests",
