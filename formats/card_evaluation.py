@@ -9,11 +9,14 @@ from kizami.formats.model_card import NOT_EVALUATED, escape_markdown
 
 SCHEMA = "kizami.evaluate/1"
 HEADING = "## Evaluation"
+BEGIN, END = "<!-- kizami: evaluation -->", "<!-- kizami: end of evaluation -->"
+_OWN = re.compile(rf"{re.escape(BEGIN)}\n.*?{re.escape(END)}\n\n?", re.DOTALL)
+CONTROL = "A again"
 # What people ask of a quantised model, and words of task names that answer it
 KINDS: Mapping[str, tuple[str, ...]] = {
     "knowledge and reasoning": ("mmlu", "gsm8k", "arc", "gpqa", "math", "aime", "hellaswag"),
     "coding": ("humaneval", "mbpp", "livecodebench", "swe"),
-    "tool calls": ("bfcl", "tool", "tau"),
+    "tool calls": ("bfcl", "tool", "tools", "tau"),
     "long context": ("niah", "ruler", "longbench", "infinitebench", "babilong"),
     "instruction following": ("ifeval", "ifbench"),
 }
@@ -21,25 +24,40 @@ Body = Mapping[str, Any]
 
 
 def with_evaluation(card: str, bodies: Sequence[Body], plan_hash: str) -> str:
-    """The card with a section of what `kizami evaluate` measured, in place of an older one; it stands before Limits.
+    """The card with a section of what `kizami evaluate` measured, in place of kizami's older one, which its marks tell
+    from anybody's own; it stands before Limits.
 
-    KizamiError "bad_evaluation" for objects that are none, or of another checkpoint than that of `plan_hash`.
+    KizamiError "bad_evaluation" for objects that are none, or of another checkpoint than that of `plan_hash`;
+    "bad_card" for a card without Limits.
     """
     try:
-        section = "\n".join(_section(bodies, plan_hash))
-    except (LookupError, TypeError, ValueError, AttributeError) as e:  # a file that only looks like one
+        section = "\n".join([BEGIN, *_section(bodies, plan_hash), END, "", ""])
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:  # a file that only looks like one
         raise KizamiError(f"is not whole: {printable(repr(e), 80)}", code="bad_evaluation") from e
-    plain = re.sub(rf"^{HEADING}\n.*?(?=^## )", "", card, flags=re.MULTILINE | re.DOTALL)
-    place = plain.find("## Limits\n")
-    if place < 0:
+    plain = _OWN.sub("", card.replace("\r\n", "\n"))
+    place = _limits(plain)
+    if place is None:
         raise KizamiError(
             "has no section Limits, before which an evaluation would stand",
             code="bad_card",
             file="README.md",
             hint="kizami convert writes it; put it back",
         )
-    found = plain[:place] + section + "\n" + plain[place:]
+    found = plain[:place] + section + plain[place:]
     return found.replace(NOT_EVALUATED, "What was evaluated stands above, and nothing else was.")
+
+
+def _limits(card: str) -> int | None:
+    """Where the last heading Limits begins that is in no block of code."""
+    found, at, fence = None, 0, ""
+    for line in card.splitlines(keepends=True):
+        marks = re.match(r" {0,3}(`{3,}|~{3,})", line)
+        if marks is not None and (not fence or marks[1].startswith(fence)):
+            fence = "" if fence else marks[1]
+        elif not fence and line.rstrip() == "## Limits":
+            found = at
+        at += len(line)
+    return found
 
 
 def _section(bodies: Sequence[Body], plan_hash: str) -> list[str]:
@@ -50,8 +68,9 @@ def _section(bodies: Sequence[Body], plan_hash: str) -> list[str]:
         if body["kind"] == "text":
             lines += _text(body, plan_hash)
         else:
-            lines += _answers(body)
-            tasks += [task["task"] for one in body["compared"] for task in one["tasks"]]
+            one = _only(body)
+            lines += _answers(body["reference"], one)
+            tasks += [task["task"] for task in one["tasks"]]
     return [*lines, *_missing(tasks)]
 
 
@@ -65,7 +84,8 @@ def _text(body: Body, plan_hash: str) -> list[str]:
         )
     tokens = body["tokens"]
     domains = ", ".join(escape_markdown(domain["name"]) for domain in tokens["domains"])
-    amount = f"{tokens['sequences']:,} sequences of {tokens['seq_len']:,} tokens"
+    sequences, length = (int(_number(tokens[key], 1)) for key in ("sequences", "seq_len"))
+    amount = f"{sequences:,} sequences of {length:,} tokens"
     lines = [
         f"Next-token distributions against {escape_markdown(body['reference'])} on {amount} ({domains}), each token "
         "being the text's:",
@@ -82,41 +102,65 @@ def _text(body: Body, plan_hash: str) -> list[str]:
 
 def _figures(name: str, at: Body) -> str:
     interval = at["nll_delta_interval"]
-    spread = f" [{interval[0]:+.4f}, {interval[1]:+.4f}]" if interval else ""
-    before, after = (f"{at[key]:.3f}" if at[key] else "" for key in ("perplexity", "perplexity_other"))
+    spread = f" [{_number(interval[0]):+.4f}, {_number(interval[1]):+.4f}]" if interval else ""
+    before, after = (f"{_number(at[key], 0):.3f}" if at[key] else "" for key in ("perplexity", "perplexity_other"))
     cells = (
-        escape_markdown(name), f"{at['kl_mean']:.2e}", f"{at['kl_p999']:.2e}", f"{at['top1']:.2%}", before, after,
-        f"{at['nll_delta']:+.4f}{spread}",
+        escape_markdown(name), f"{_number(at['kl_mean'], 0):.2e}", f"{_number(at['kl_p999'], 0):.2e}",
+        f"{_number(at['top1'], 0, 1):.2%}", before, after, f"{_number(at['nll_delta']):+.4f}{spread}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
-def _answers(body: Body) -> list[str]:
+def _number(value: Any, low: float = -1e9, high: float = 1e9) -> float:
+    """ValueError for what is none, or cannot be what it says."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{value!r:.40} is no number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _only(body: Body) -> Body:
+    """The one model whose answers these are: of several, or of a control, the card could not tell."""
+    found = [one for one in body["compared"] if one["name"] != CONTROL]
+    if len(found) != 1:
+        raise KizamiError(
+            f"has answers of {len(found)} models beside the reference, expected those of this one",
+            code="bad_evaluation",
+            hint="kizami evaluate A B -o FILE, with this model alone as B",
+        )
+    (one,) = found
+    return dict(one)
+
+
+def _answers(reference: Any, one: Body) -> list[str]:
     lines = [
-        f"Answers, question by question, against {escape_markdown(body['reference'])}:",
+        f"Answers of {escape_markdown(one['name'])}, question by question, against {escape_markdown(reference)} (that "
+        "they are this checkpoint's is its publisher's word):",
         "",
         "| task | n | before % | after % | drop, points (95 %) | p | so many questions can see |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in body["compared"]:
-        for task in one["tasks"]:
-            low, high = task["interval"]
-            cells = (
-                escape_markdown(f"{task['task']} ({task['metric']})"), f"{task['n']:,}", f"{100 * task['a']:.2f}",
-                f"{100 * task['b']:.2f}", f"{100 * task['drop']:+.2f} [{100 * low:.2f}, {100 * high:.2f}]",
-                f"{task['p_value']:.3f}", _visible(task["visible_drop"]),
-            )  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
+    for task in one["tasks"]:
+        low, high = (100 * _number(end, -1, 1) for end in task["interval"])
+        before, after = (100 * _number(task[key], 0, 1) for key in ("a", "b"))
+        cells = (
+            escape_markdown(f"{task['task']} ({task['metric']})"), f"{int(_number(task['n'], 1)):,}", f"{before:.2f}",
+            f"{after:.2f}", f"{100 * _number(task['drop'], -1, 1):+.2f} [{low:.2f}, {high:.2f}]",
+            f"{_number(task['p_value'], 0, 1):.3f}", _visible(task["visible_drop"]),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 
-def _visible(drop: float | None) -> str:
-    return "nothing" if drop is None else f"{100 * drop:.2f} points"
+def _visible(drop: Any) -> str:
+    return "nothing" if drop is None else f"{100 * _number(drop, 0, 1):.2f} points"
 
 
 def _missing(tasks: Iterable[str]) -> list[str]:
-    names = [task.lower() for task in tasks]
-    absent = [kind for kind, words in KINDS.items() if not any(word in name for word in words for name in names)]
+    words = {word for task in tasks for word in re.split(r"[^a-z0-9]+", task.lower())}
+    asked = {
+        kind for kind, names in KINDS.items() for name in names if any(re.fullmatch(rf"{name}\d*", w) for w in words)
+    }
+    absent = [kind for kind in KINDS if kind not in asked]
     if not absent:
         return []
     return [f"Not measured: {', '.join(absent)}. No claim is made about these.", ""]

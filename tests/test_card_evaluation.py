@@ -40,7 +40,7 @@ def text(plan_hash: str) -> dict[str, Any]:
 
 ANSWERS = {
     "schema": "kizami.evaluate/1", "kind": "answers", "reference": "logs/fp8",
-    "compared": [{"name": "logs/int4", "tasks": [TASK]}],
+    "compared": [{"name": "logs/int4", "tasks": [TASK]}, {"name": "A again", "tasks": [TASK | {"b": 0.9999}]}],
 }  # fmt: skip
 
 
@@ -114,6 +114,9 @@ Change = Callable[[dict[str, Any]], object]
         lambda body: body["compared"][0]["all"].update(kl_mean="much"),
         lambda body: body["compared"][0]["all"].update(nll_delta_interval=[1]),
         lambda body: body["tokens"].update(sequences="many"),
+        lambda body: body["compared"][0]["all"].update(kl_mean=float("nan")),
+        lambda body: body["compared"][0]["all"].update(top1=17),
+        lambda body: body["tokens"].update(sequences=10**400),
     ],
 )
 def test_what_is_no_evaluation_is_refused(out: Path, change: Change) -> None:
@@ -132,6 +135,49 @@ def test_words_of_an_evaluation_cannot_leave_their_cell(out: Path) -> None:
     card = with_evaluation((out / "README.md").read_text(), [body], plan_hash)
     assert "\n# Heading" not in card
     assert "<script>" not in card
+
+
+@pytest.mark.parametrize("change", [{"n": -5}, {"a": 17.0}, {"b": 10**400}, {"p_value": 2}, {"interval": [-2, 0]}])
+def test_answers_with_figures_that_cannot_be_are_refused(out: Path, change: dict[str, Any]) -> None:
+    body = copy.deepcopy(ANSWERS)
+    body["compared"][0]["tasks"][0].update(change)  # type: ignore[index]
+    with pytest.raises(KizamiError, match="is not whole"):
+        with_evaluation((out / "README.md").read_text(), [body], "")
+
+
+def test_answers_of_several_models_are_not_taken_for_one(out: Path) -> None:
+    body = copy.deepcopy(ANSWERS)
+    body["compared"].append({"name": "logs/other", "tasks": [TASK]})  # type: ignore[attr-defined]
+    with pytest.raises(KizamiError, match="answers of 2 models beside the reference"):
+        with_evaluation((out / "README.md").read_text(), [body], "")
+
+
+def test_a_control_is_not_taken_for_the_model(out: Path) -> None:
+    card = with_evaluation((out / "README.md").read_text(), [ANSWERS], "")
+    assert card.count("| gsm8k") == 1
+    assert "99.99" not in card
+    assert "Answers of logs/int4, question by question, against logs/fp8" in card
+
+
+def test_a_name_that_only_has_a_tasks_letters_in_it_measures_nothing(out: Path) -> None:
+    body = copy.deepcopy(ANSWERS)
+    body["compared"][0]["tasks"][0]["task"] = "research_answers"  # type: ignore[index]
+    card = with_evaluation((out / "README.md").read_text(), [body], "")
+    assert "Not measured: knowledge and reasoning, coding, tool calls, long context" in card
+
+
+def test_a_section_of_somebodys_own_stays(out: Path) -> None:
+    card = (out / "README.md").read_text()
+    own = card.replace("## Command\n", "## Evaluation\n\nhours of work\n\n```\n## Limits\n```\n\n## Command\n")
+    once = with_evaluation(own, [ANSWERS], "")
+    assert "hours of work" in once
+    assert once.index("<!-- kizami: evaluation -->") > once.index("## Serving")
+    assert with_evaluation(once, [ANSWERS], "") == once
+
+
+def test_line_ends_of_another_system_are_read(out: Path) -> None:
+    card = (out / "README.md").read_text()
+    assert with_evaluation(card.replace("\n", "\r\n"), [ANSWERS], "") == with_evaluation(card, [ANSWERS], "")
 
 
 def test_a_card_without_limits_is_not_guessed_at(kizami: Run, out: Path, tmp_path: Path) -> None:
