@@ -1,34 +1,23 @@
 """`kizami evaluate`: what a quantised model lost against its source, on text or question by question."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kizami.cli import calibrate_options as c
 from kizami.cli import evaluate_options as e
 from kizami.cli import options as o
-from kizami.cli.calibrate import refuse_missing_packages, refusing_out_of_memory
 from kizami.cli.command import Command
 from kizami.cli.kv_accuracy_options import Scratch
 from kizami.cli.output import Ui
-from kizami.cli.stop import STOP
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.strict_json import dump_json
 
 if TYPE_CHECKING:
-    from kizami.calibration.data.tokens import TokenSet
-    from kizami.calibration.evaluation.streamed import Candidate
-    from kizami.calibration.kv_accuracy.variants import Variant
-    from kizami.formats.checkpoint import Checkpoint
+    pass
 
-LONG = 2048
-BUILT_IN = (
-    "no --data: this is the small sample that comes with kizami, on which kizami calibrate without --data also runs; "
-    "data of the kind that the model will see, and that nothing was calibrated on, is better"
-)
 MARGIN = 0.01
 
 
@@ -80,6 +69,7 @@ def evaluate(
     """
     from kizami.calibration.evaluation.batteries import Battery, tasks_of
     from kizami.calibration.evaluation.served import Asking
+    from kizami.cli.evaluate_checkpoints import Caches, Machine, Texts, on_text
     from kizami.cli.evaluate_servers import on_batteries, on_servers
     from kizami.cli.evaluate_text import answer_problems, show_answers, show_text, text_problems
     from kizami.cli.target import Target
@@ -106,17 +96,9 @@ def evaluate(
             body = on_servers(ui, a, b, requests, asking, limit, control=control)
     else:
         memory = o.parse_size(max_memory, o.spelled(context, "max_memory"))
-        refuse_missing_packages()
-        machine = _Machine(scratch, memory, device, None if dtype == "auto" else dtype, threads)
-        with refusing_out_of_memory(max_memory, resumes=False):
-            models = _open_models(a, b, layout, kv_scales, control)
-            sets, twice = _read_sets(ui, models[0].checkpoint, data, tokenizer, samples, seq_len, seed)
-            body = _on_text(ui, models, sets, machine)
-        body["warnings"] += twice
-        if data is None:
-            body["tokens"]["built_in"] = True
-            body["warnings"].append(BUILT_IN)
-        body["warnings"] += _other_tokenizers(models)
+        machine = Machine(scratch, max_memory, memory, device, None if dtype == "auto" else dtype, threads)
+        texts = Texts(data, tokenizer, samples, seq_len, seed)
+        body = on_text(ui, a, b, Caches(layout, kv_scales), texts, machine, control=control)
         body["thresholds"] = {"max_kl": max_kl, "min_top1": min_top1}
     if kind == TEXT:
         problems = text_problems(body, max_kl, min_top1)
@@ -180,134 +162,6 @@ def _on_answers(a: str, others: list[str], noise: Path | None, margin: float) ->
         joined, notes = join_logs(first, read_logs(path))
         compared.append((name, [judge(one, margin) for one in joined], notes))
     return answers_body(a, compared, margin)
-
-
-# ---------------------------------------------------------------------------------------------------------- on text
-
-
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    scratch: Path | None
-    memory: int
-    device: c.DeviceName
-    dtype: Literal["float32", "bfloat16"] | None
-    threads: int | None
-
-
-def _open_models(
-    a: str, others: list[str], layouts: list[str] | None, files: list[Path] | None, control: bool
-) -> list["Candidate"]:
-    """A first, then every B, each with the caches that are asked for; A once more as a control."""
-    from kizami.cli.evaluate_text import CONTROL
-    from kizami.cli.source import open_source
-
-    with STOP.held():
-        from kizami.calibration.evaluation.streamed import Candidate
-
-    first = open_source(a)
-    opened = [(other, open_source(other)) for other in others]
-    made = [Candidate(a, first)]
-    made += [Candidate(name, one, _variants(one, layouts, files)) for name, one in opened]
-    return made + ([Candidate(CONTROL, first)] if control else [])
-
-
-def _variants(checkpoint: "Checkpoint", layouts: list[str] | None, files: list[Path] | None) -> tuple["Variant", ...]:
-    from kizami.cli.kv_accuracy import read_variants
-    from kizami.formats.families import find_family
-    from kizami.formats.serving.model import read_model
-
-    if layouts is None and files is None:
-        return ()
-    served = read_model(checkpoint.config, find_family(checkpoint.config, checkpoint.tensors)[0])
-    return read_variants(checkpoint, served, layouts or [], files)
-
-
-def _read_sets(
-    ui: Ui,
-    checkpoint: "Checkpoint",
-    data: list[Path] | None,
-    tokenizer: str | None,
-    samples: int,
-    seq_len: int | None,
-    seed: int,
-) -> tuple[list[tuple[str, "TokenSet"]], list[str]]:
-    """A set of tokens for each file, which is a domain, and warnings."""
-    from kizami.cli.calibrate import vocabulary_of
-    from kizami.formats.families import find_family
-    from kizami.formats.hub import locate
-    from kizami.formats.serving.model import read_model
-
-    ui.progress("reading the data")
-    with STOP.held():
-        from kizami.calibration.data.tokenizer import Tokenizer
-        from kizami.calibration.data.tokens import TokenSet, TokenSettings, read_tokens, sample_files
-
-    served = read_model(checkpoint.config, find_family(checkpoint.config, checkpoint.tensors)[0])
-    opened = Tokenizer.open(checkpoint.root if tokenizer is None else locate(tokenizer))
-    settings = TokenSettings(samples, seq_len or min(LONG, served.context or LONG), seed)
-    paths = data or sample_files(opened)
-    names = [path.name for path in paths]
-    vocabulary = vocabulary_of(checkpoint)
-    warnings = []
-    sets: dict[str, tuple[str, TokenSet]] = {}  # by the file's hash: twice the same would count twice
-    for name, path in zip(names, paths, strict=True):
-        tokens = read_tokens([path], opened, settings, vocabulary)
-        kept = sets.setdefault(tokens.sources[0].sha256, (name if names.count(name) == 1 else str(path), tokens))
-        if kept[1] is not tokens:
-            warnings.append(f"{path} has the bytes of {kept[0]}: it is used once")
-    return list(sets.values()), warnings
-
-
-def _on_text(
-    ui: Ui, models: list["Candidate"], sets: list[tuple[str, "TokenSet"]], machine: _Machine
-) -> dict[str, Any]:
-    from kizami.cli.evaluate_text import Watch, text_body
-    from kizami.quantize.executor import available_cores
-
-    with STOP.held():
-        from kizami.calibration.evaluation.streamed import Options, evaluate_streamed, join_texts
-        from kizami.calibration.forward.settings import Settings
-        from kizami.calibration.machine import use_threads
-
-        use_threads(machine.threads or available_cores())
-    STOP.say = lambda: "interrupted; nothing is left on the disk, and the same command starts over"
-    texts = join_texts(sets)
-    settings = Settings("none", machine.device, machine.dtype, machine.memory)
-    found = evaluate_streamed(models[0], models[1:], texts, Options(machine.scratch, settings), Watch(ui))
-    identities = {name: _identity(one.checkpoint) for one in models[1:] for name in one.names}
-    return text_body(models[0].name, sets, texts, found, identities)
-
-
-def _identity(checkpoint: "Checkpoint") -> dict[str, str | None]:
-    """Which checkpoint the figures are of; plan_hash: of an output of kizami."""
-    from kizami.formats.fingerprint import config_sha256
-    from kizami.quantize.manifest import read_manifest
-
-    try:
-        plan_hash = read_manifest(checkpoint.root)["plan_hash"]
-    except KizamiError:
-        plan_hash = None
-    return {"config_sha256": config_sha256(checkpoint), "plan_hash": plan_hash}
-
-
-def _other_tokenizers(models: list["Candidate"]) -> list[str]:
-    """Models on the same ids are compared as if these meant the same to both."""
-    first, *others = models
-    ours = _tokenizer_bytes(first.checkpoint.root)
-    return [
-        f"{other.name} has another tokenizer than {first.name}, and was run on the ids of the latter's"
-        for other in others
-        if (theirs := _tokenizer_bytes(other.checkpoint.root)) is not None and ours is not None and theirs != ours
-    ]
-
-
-def _tokenizer_bytes(root: Path) -> str | None:
-    from kizami.formats.files import file_sha256
-
-    for name in ("tokenizer.json", "tiktoken.model"):
-        if (root / name).is_file():
-            return file_sha256(root / name, name)
-    return None
 
 
 COMMAND = Command(

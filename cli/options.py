@@ -21,7 +21,6 @@ LayoutName = Literal["pack-quantized", "gptq", "gptq_v2", "awq", "w4afp8"]
 RestName = Literal["bf16", "fp8"]
 MtpName = Literal["quantize", "keep", "drop"]
 DeviceName = Literal["cpu", "cuda"]
-FormatName = Literal["text", "json", "markdown", "html", "junit"]
 
 
 def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
@@ -197,47 +196,6 @@ MaxRelError = Annotated[
         help="Exit 1 if a packed tensor's relative error is above X.",
     ),
 ]
-MinSqnr = Annotated[
-    list[str] | None,
-    option(
-        "--min-sqnr",
-        panel=RUN,
-        metavar="[ROLE=]dB",
-        help="Exit 1 if a packed tensor's signal-to-noise ratio is below dB, of one role or of all. Repeatable.",
-    ),
-]
-Compare = Annotated[
-    str | None,
-    option(
-        "--compare",
-        panel=RUN,
-        metavar="OTHER",
-        help="Hold OUT's errors to those of another output of the same source: another method, another group size.",
-    ),
-]
-InputStats = Annotated[
-    Path | None,
-    option(
-        "--stats",
-        panel=RUN,
-        metavar="STATS",
-        help="Also measure the error of what comes out of the experts, for the inputs that STATS keeps.",
-    ),
-]
-OutputAgainst = Annotated[
-    str | None, option("--against", panel=RUN, metavar="SRC", help="The source, whose outputs are right; with --stats.")
-]
-MaxOutputError = Annotated[
-    float | None,
-    option(
-        "--max-output-error",
-        panel=RUN,
-        metavar="X",
-        min=0.0,
-        callback=finite,
-        help="Exit 1 if the output of an expert has a relative error above X.",
-    ),
-]
 Against = Annotated[
     str | None, option("--against", panel=RUN, metavar="SRC", help="Also compare every tensor with this source.")
 ]
@@ -266,18 +224,6 @@ ToFile = Annotated[
         metavar="FILE",
         help="Write to FILE, which may not lie in SRC or OUT. A link is followed; a pipe or a device is written to.",
     ),
-]
-ReportFormat = Annotated[
-    FormatName | None,
-    option(
-        "--format",
-        panel=OUTPUT,
-        help="text (default), json, markdown, junit (each limit is a test), or html: one file with pictures (-o FILE; "
-        "kizami's extra report).",
-    ),
-]
-Top = Annotated[
-    int, option("--top", panel=OUTPUT, metavar="N", min=0, help="How many of the worst tensors to list. Default 10.")
 ]
 
 Quiet = Annotated[

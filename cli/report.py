@@ -10,6 +10,7 @@ import typer
 from kizami.cli import options as o
 from kizami.cli import report_compare as comparison
 from kizami.cli import report_limits as limits
+from kizami.cli import report_options as r
 from kizami.cli import report_outputs as outputs
 from kizami.cli.command import Command
 from kizami.cli.convert import fail_over_threshold, show_roles
@@ -24,15 +25,15 @@ from kizami.formats.errors import KizamiError, printable
 def report(
     context: typer.Context,
     out: o.Out,
-    format: o.ReportFormat = None,
+    format: r.ReportFormat = None,
     output: o.ToFile = None,
-    top: o.Top = 10,
+    top: r.Top = 10,
     max_rel_error: o.MaxRelError = None,
-    min_sqnr: o.MinSqnr = None,
-    compare: o.Compare = None,
-    stats: o.InputStats = None,
-    against: o.OutputAgainst = None,
-    max_output_error: o.MaxOutputError = None,
+    min_sqnr: r.MinSqnr = None,
+    compare: r.Compare = None,
+    stats: r.InputStats = None,
+    against: r.OutputAgainst = None,
+    max_output_error: r.MaxOutputError = None,
     quiet: o.Quiet = False,
     verbose: o.Verbose = False,
     json: o.Json = False,
