@@ -217,6 +217,26 @@ def test_an_answer_that_fails_counts_and_a_server_that_never_answers_is_an_error
             replay(server, [long], Asking())
 
 
+def test_odd_answers_do_not_stop_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(served_module.time, "sleep", waited.append)
+    odd = [
+        {"finish_reason": "stop", "message": {"content": float("nan")}},
+        {"finish_reason": "stop", "message": {"content": "x", "tool_calls": [{"id": float("inf")}]}},
+        {"finish_reason": {"a": 1}, "message": {"content": [1, 2]}},
+        (429, {"Retry-After": "nan"}),
+        say("fine"),
+        say("fine"),
+        say("fine"),
+        say("fine"),
+    ]
+    answers = iter(odd)
+    with serving(lambda body: next(answers)) as url, Server(url, Asking(concurrency=1)) as server:
+        found = replay(server, [TWO, TWO, TWO], Asking(concurrency=1))
+    assert [one.finish for worths in found.worths for one in worths][:3] == ["stop", "stop", "another word"]
+    assert waited == [1.0]
+
+
 def test_what_is_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_module.time, "sleep", lambda seconds: None)
     with pytest.raises(KizamiError, match="no answer after 5 tries: ConnectError"):

@@ -154,7 +154,7 @@ def test_where_lower_is_better_a_rise_is_a_drop(tmp_path: Path, said: object) ->
 
 def test_no_task_in_common_is_an_error(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", [line(0, 1.0)]), write(tmp_path / "b", [line(0, 1.0)], task="arc")
-    with pytest.raises(KizamiError, match="no task in common"):
+    with pytest.raises(KizamiError, match="nothing to compare: arc: only B has it"):
         join_logs(read_logs(a), read_logs(b))
 
 
@@ -238,6 +238,14 @@ def test_a_margin_that_is_asked_for_and_not_shown_ends_with_1(kizami: Run, tmp_p
     assert done.code == 1
     assert "gsm8k (exact_match): a drop of 1 points is not excluded (at most 1.6" in done.err
     assert kizami("evaluate", folder / "a", folder / "b", "--margin", "0.02").code == 0
+
+
+def test_a_task_that_could_not_be_compared_meets_no_margin(kizami: Run, tmp_path: Path) -> None:
+    a = write(write(tmp_path / "a", [line(i, 1.0) for i in range(2000)]), [line(0, 1.0)], task="arc")
+    b = write(tmp_path / "b", [line(i, 1.0) for i in range(2000)])
+    done = kizami("evaluate", a, b, "--margin", "0.01")
+    assert done.code == 1
+    assert "arc: only A has it" in done.err
 
 
 def test_another_run_of_a_shows_the_noise_and_is_under_no_margin(kizami: Run, tmp_path: Path) -> None:

@@ -105,7 +105,9 @@ def join_logs(a: Mapping[str, Sequence[Log]], b: Mapping[str, Sequence[Log]]) ->
             joined += [_join(task, name, metric, a[task], b[task], mine) for metric in found]
     if not joined:
         raise KizamiError(
-            "A and B have no task in common", code="other_questions", hint="both need the samples of the same tasks"
+            f"A and B have nothing to compare: {sorted(notes)[0]}",
+            code="other_questions",
+            hint="both need the samples of the same tasks",
         )
     return sorted(joined, key=lambda one: (one.task, one.filter, one.metric)), sorted(notes)
 

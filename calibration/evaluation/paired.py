@@ -7,13 +7,14 @@ Formulas: A. Agresti, An Introduction to Categorical Data Analysis, 8.1 (McNemar
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import atan2, cos, pi, sin, sqrt
+from math import atan2, ceil, comb, cos, floor, fsum, pi, sin, sqrt
 from statistics import NormalDist, fmean, variance
 
 _NORMAL = NormalDist()
 TWO_SIDED, ONE_SIDED = _NORMAL.inv_cdf(0.975), _NORMAL.inv_cdf(0.95)  # 95 %
 POWER = _NORMAL.inv_cdf(0.8)
 FEWEST = 6  # answers lost and none won, of which McNemar's test is below 5 %
+MANY_QUESTIONS = 20
 MANY = 100_000  # degrees of freedom: t is the normal distribution to 1e-5
 
 
@@ -93,7 +94,9 @@ class Paired:
     def visible_drop(self) -> float | None:
         """The smallest true drop that these n questions would have shown, in 4 of 5 runs, where as many more change
         sides; None where not even a loss of all would have been."""
-        return smallest_drop(self.n, self.discordant / self.n) if self.n >= FEWEST else None
+        if self.n < MANY_QUESTIONS:
+            return _smallest_seen(self.n, self.discordant / self.n)
+        return smallest_drop(self.n, self.discordant / self.n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class Clustered:
     minus B's, from -1 to 1. Answers to one question are alike, so questions are what counts.
 
     Student's t over questions, and never narrower than what equal questions show: n of them without a loss exclude
-    losses of 1 - 0.05^(1/n) only.
+    losses of 1 - 0.05^(1/n) only; nor than what as many whole losses and wins would show, which t is too sure of where
+    they are rare.
     """
 
     drops: tuple[float, ...]
@@ -136,7 +140,9 @@ class Clustered:
 
     @property
     def upper_bound(self) -> float:
-        return min(self.drop + self._half(0.05), 1.0)
+        lost = min(ceil(fsum(max(value, 0.0) for value in self.drops) - 1e-9), self.n)
+        won = min(floor(fsum(max(-value, 0.0) for value in self.drops) + 1e-9), self.n - lost)
+        return min(max(self.drop + self._half(0.05), Paired(self.n, lost, won).upper_bound), 1.0)
 
     def is_non_inferior(self, margin: float) -> bool:
         return self.upper_bound < margin
@@ -196,6 +202,29 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Of the mean, 95 %, two-sided, by Student's t; of two values or more."""
     middle, half = fmean(values), t_quantile(0.025, len(values) - 1) * sqrt(variance(values) / len(values))
     return middle - half, middle + half
+
+
+def _smallest_seen(n: int, discordance: float) -> float | None:
+    """The same by the exact test, for n so few that no formula holds."""
+    low, high = 0.0, 1.0
+    if _power(n, high, 1.0) < 0.8:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _power(n, middle, max(discordance, middle)) < 0.8 else (low, middle)
+    return high
+
+
+def _power(n: int, drop: float, discordance: float) -> float:
+    """How often McNemar's exact test is below 5 % in the direction of a true `drop`."""
+    lost, won = (discordance + drop) / 2, (discordance - drop) / 2
+    found = 0.0
+    for changed in range(FEWEST, n + 1):
+        ways = comb(n, changed) * (1 - discordance) ** (n - changed)
+        for b in range(changed // 2 + 1, changed + 1):
+            if Paired(n, b, changed - b).p_value < 0.05:
+                found += ways * comb(changed, b) * lost**b * won ** (changed - b)
+    return found
 
 
 def t_tail(t: float, degrees: int) -> float:

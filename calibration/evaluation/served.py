@@ -1,5 +1,6 @@
 """Two OpenAI-compatible servers asked the same: the client, and the replay of conversations with tools."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +91,7 @@ class Server:
                 answer = self._client.request(method, self.url + path, json=body)
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as e:  # ours: no server would answer
                 raise self._bad(f"nothing, and was not asked: {type(e).__name__}") from e
-            except httpx.TransportError as e:
+            except httpx.RequestError as e:  # no connection, none that lasts, or bytes that do not unpack
                 said, wait = type(e).__name__, 2.0**attempt
             else:
                 if answer.status_code == 200:
@@ -109,7 +110,9 @@ class Server:
 
     def _hidden(self, text: str) -> str:
         """A server may say what it was sent."""
-        return text.replace(self._key, "...") if self._key else text
+        for word in {self._key, json.dumps(self._key)[1:-1]} if self._key else ():
+            text = text.replace(word, "...")
+        return text
 
     def _bad(self, what: str) -> KizamiError:
         return KizamiError(f"the server gave {what}", code="bad_answer", file=self.url)
@@ -131,9 +134,10 @@ def _check(url: str, key: str | None) -> None:
 
 def _wait(header: str | None, attempt: int) -> float:
     try:
-        return max(float(header or ""), 0.0)
-    except ValueError:
-        return 2.0**attempt
+        seconds = float(header or "")
+    except ValueError:  # none, or a date
+        seconds = -1.0
+    return seconds if 0 <= seconds < MOST_WAIT else 2.0**attempt
 
 
 # -------------------------------------------------------------------------------------------------------------- replay
@@ -196,8 +200,14 @@ def _addressed(messages: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str
 
 
 def _kept(message: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {"role": "assistant", "content": message.get("content") or ""}
-    return kept | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+    """As it is sent again. What is no JSON, a server's own invention, is left out."""
+    words, calls = message.get("content"), message.get("tool_calls")
+    kept: dict[str, Any] = {"role": "assistant", "content": words if isinstance(words, str) else ""}
+    try:
+        json.dumps(calls, allow_nan=False)
+    except (ValueError, RecursionError):
+        return kept
+    return kept | ({"tool_calls": calls} if calls else {})
 
 
 # ------------------------------------------------------------------------------------------------------------ compared

@@ -22,6 +22,7 @@ from kizami.calibration.kv_accuracy.passes import Event, Passes, hidden_states, 
 from kizami.calibration.kv_accuracy.variants import REFERENCE, Variant, check_variant
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError, printable
+from kizami.formats.families import find_family
 
 LOGITS = "logits"
 Listener = Callable[[str, Event], None]  # the model's name, and what happens
@@ -97,10 +98,10 @@ def evaluate_streamed(
 
     KizamiError "vocabulary_mismatch", and those of `measure_kv_accuracy`.
     """
+    for other in candidates:
+        _check_vocabulary(reference, other)
     with ExitStack() as stack:
         first, *others = (_Run(candidate, texts, options, on_event, stack) for candidate in (reference, *candidates))
-        for other in others:
-            _check_vocabulary(first, other)
         outputs = [list(run.outputs()) for run in (first, *others)]
         names = [name for run in others for name in run.candidate.names]
 
@@ -139,11 +140,15 @@ class _Run:
             yield Outputs(head, hidden_states(job, at))
 
 
-def _check_vocabulary(first: _Run, other: _Run) -> None:
-    ours, theirs = (run.passes.model.config.vocab_size for run in (first, other))
+def _check_vocabulary(reference: Candidate, other: Candidate) -> None:
+    ours, theirs = (
+        find_family(one.checkpoint.config, one.checkpoint.tensors)[0].text_config.get("vocab_size")
+        for one in (reference, other)
+    )
     if ours != theirs:
         raise KizamiError(
-            f"{printable(other.candidate.name, 80)} has a vocabulary of {theirs}, and the reference one of {ours}",
+            f"{printable(other.name, 80)} has a vocabulary of {printable(str(theirs), 20)}, and the reference one of "
+            f"{printable(str(ours), 20)}",
             code="vocabulary_mismatch",
             hint="only models with the same tokens can be compared token by token",
         )
