@@ -203,10 +203,8 @@ def answers_body(
 
 def answer_problems(body: Body) -> list[str]:
     """Tasks in which a drop of the margin is not excluded, or that could not be compared."""
-    left_out = [
-        f"{one['name']}, {note}" for one in body["compared"] if one["name"] != CONTROL for note in one["left_out"]
-    ]
-    return left_out + [
+    theirs = [one for one in body["compared"] if one["name"] != CONTROL]
+    return [f"{one['name']}, {note}" for one in theirs for note in one["left_out"]] + [
         f"{one['name']}, {_task(task)}: a drop of {100 * body['margin']:g} points is not excluded (at most "
         f"{100 * task['upper_bound']:.2f} with 95 % confidence)"
         for one in theirs
