@@ -69,7 +69,7 @@ def _section(bodies: Sequence[Body], plan_hash: str) -> list[str]:
             lines += _text(body, plan_hash)
         else:
             one = _only(body)
-            lines += _answers(body["reference"], one)
+            lines += _answers(body["reference"], one) + _unmet(body, [one["name"]])
             tasks += [task["task"] for task in one["tasks"]]
     return [*lines, *_missing(tasks)]
 
@@ -97,7 +97,16 @@ def _text(body: Body, plan_hash: str) -> list[str]:
         cache = one["name"].rpartition(", KV ")
         lines.append(_figures(f"KV cache {cache[2]}" if cache[1] else "KV cache BF16", one["all"]))
         lines += [_figures(domain["name"], domain) for domain in one["domains"] if len(one["domains"]) > 1]
-    return [*lines, ""]
+    return [*lines, "", *_unmet(body, [one["name"] for one in ours])]
+
+
+def _unmet(body: Body, names: Sequence[str]) -> list[str]:
+    """Limits that this model's figures, or the control's, did not keep: a card that left them out would praise."""
+    ours = (*(f"{name}," for name in (*names, CONTROL)), "control:")
+    found = [problem for problem in body.get("problems", ()) if problem.startswith(ours)]
+    if not found:
+        return []
+    return ["Of the limits set for this run, not kept:", "", *(f"- {escape_markdown(one)}" for one in found), ""]
 
 
 def _figures(name: str, at: Body) -> str:

@@ -1,9 +1,7 @@
 """benchmarks/: a model in memory is what transformers loads; the arithmetic behind the tables of docs/methods.md."""
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,21 +13,11 @@ pytest.importorskip("transformers", minversion="5.24")
 import torch
 from case_runner import kizami
 from client_models import open_model
+from scripts import script
 from transformers import CompressedTensorsConfig
 
 # transformers warns of every option passed beside a checkpoint's own quantization_config; it then honours `dequantize`.
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
-
-
-def script(folder: str, name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # they import each other, and dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 in_memory = script("benchmarks", "in_memory")

@@ -78,6 +78,21 @@ def test_figures_of_this_checkpoint_stand_before_its_limits(kizami: Run, out: Pa
     assert "not evaluated on benchmarks" not in card
 
 
+def test_limits_that_were_not_kept_are_said(out: Path) -> None:
+    plan_hash = read_manifest(out)["plan_hash"]
+    body = text(plan_hash)
+    name = body["compared"][0]["name"]
+    body["problems"] = [f"{name}, all: KL 0.0018, above 0.001", "another: KL 9", "control: 3 of A's tokens changed"]
+    answers = ANSWERS | {"problems": ["logs/int4, gsm8k: a drop of 1 points is not excluded"]}
+    card = with_evaluation((out / "README.md").read_text(), [body, answers], plan_hash)
+    assert card.count("Of the limits set for this run, not kept:") == 2
+    assert "- control: 3 of A's tokens changed\n" in card
+    assert "- logs/int4, gsm8k: a drop of 1 points is not excluded\n" in card
+    assert "another: KL 9" not in card
+    kept = with_evaluation((out / "README.md").read_text(), [text(plan_hash)], plan_hash)
+    assert "not kept" not in kept
+
+
 def test_a_second_evaluation_takes_the_place_of_the_first(out: Path) -> None:
     plan_hash, card = read_manifest(out)["plan_hash"], (out / "README.md").read_text()
     once = with_evaluation(card, [text(plan_hash)], plan_hash)

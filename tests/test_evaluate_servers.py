@@ -15,7 +15,7 @@ from cli_fixtures import Run
 
 from kizami.calibration.evaluation import served as served_module
 from kizami.calibration.evaluation.served import Asking, Server, by_turn, finish_reasons, joined, replay
-from kizami.calibration.evaluation.tool_calls import Call, Conversation, Turn, read_conversations, worth
+from kizami.calibration.evaluation.tool_calls import Conversation, Expected, Turn, read_conversations, worth
 from kizami.formats.errors import KizamiError
 
 SCHEMA = {
@@ -26,7 +26,7 @@ SCHEMA = {
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 ASK, RESULT = {"role": "user", "content": "?"}, {"role": "tool", "content": "21"}
-PARIS = Call("weather", {"city": "Paris"})
+PARIS = Expected("weather", {"city": "Paris"})
 ONE = Conversation("one", (WEATHER,), (Turn((ASK,), (PARIS,)),))
 TWO = Conversation("two", (WEATHER,), (Turn((ASK,), (PARIS,)), Turn((RESULT, ASK), ())))
 
@@ -78,13 +78,45 @@ def test_words_are_right_where_no_call_is_expected() -> None:
 
 
 def test_calls_may_come_in_any_order_and_numbers_are_numbers() -> None:
-    turn = Turn((ASK,), (PARIS, Call("weather", {"city": "Rome", "days": 2})))
+    turn = Turn((ASK,), (PARIS, Expected("weather", {"city": "Rome", "days": 2})))
     made = call(("weather", {"city": "Rome", "days": 2.0}), ("weather", {"city": "Paris"}))
     assert worth(ONE, turn, "tool_calls", made["message"]).right
     assert not worth(ONE, turn, "tool_calls", call(("weather", {"city": "Rome", "days": True}))["message"]).right
 
 
+def test_values_that_are_accepted_and_parameters_that_may_be_left_out_are_right() -> None:
+    wanted = Expected("weather", {"city": "Paris"}, accepted={"days": [1, 2]}, optional=frozenset({"days"}))
+    turn = Turn((ASK,), (wanted,))
+    right = [
+        worth(ONE, turn, "tool_calls", call(("weather", {"city": "Paris"} | more))["message"]).right
+        for more in ({}, {"days": 1}, {"days": 2}, {"days": 3})
+    ]
+    assert right == [True, True, True, False]
+    needed = Turn((ASK,), (Expected("weather", {"city": "Paris"}, accepted={"days": [1, 2]}),))
+    assert not worth(ONE, needed, "tool_calls", call(("weather", {"city": "Paris"}))["message"]).right
+
+
+def test_a_call_that_fits_two_places_leaves_one_to_the_other() -> None:
+    wide, narrow = (Expected("weather", {}, accepted={"city": cities}) for cities in (["Paris", "Rome"], ["Paris"]))
+    for expected in ((wide, narrow), (narrow, wide)):
+        for cities in (("Paris", "Rome"), ("Rome", "Paris")):
+            made = call(*(("weather", {"city": city}) for city in cities))
+            assert worth(ONE, Turn((ASK,), expected), "tool_calls", made["message"]).right
+    twice = call(("weather", {"city": "Rome"}), ("weather", {"city": "Rome"}))
+    assert not worth(ONE, Turn((ASK,), (wide, narrow)), "tool_calls", twice["message"]).right
+
+
 # --------------------------------------------------------------------------------------------------------- the requests
+
+
+def test_accepted_values_are_read(tmp_path: Path) -> None:
+    body = json.loads(line(ONE))
+    body["turns"][0]["calls"] = [
+        {"name": "weather", "arguments": {}, "accepted": {"city": ["Paris"]}, "optional": ["x"]}
+    ]
+    (tmp_path / "r.jsonl").write_text(json.dumps(body))
+    (one,) = read_conversations(tmp_path / "r.jsonl")
+    assert one.turns[0].calls == (Expected("weather", {}, {"city": ["Paris"]}, frozenset({"x"})),)
 
 
 def test_the_requests_that_come_with_kizami_fit_their_own_schemas() -> None:
@@ -111,6 +143,10 @@ def test_the_requests_that_come_with_kizami_fit_their_own_schemas() -> None:
         (line(ONE).replace('"calls"', '"call"'), "has a turn that is not"),
         (line(ONE).replace('"role": "user"', '"role": "assistant"'), "has messages that are not"),
         (line(ONE).replace('"arguments"', '"args"'), "has calls that are not"),
+        (line(ONE).replace('"arguments"', '"optional": "x", "arguments"'), "has calls that are not"),
+        (line(ONE).replace('"arguments"', '"optional": [1], "arguments"'), "has calls that are not"),
+        (line(ONE).replace('"arguments"', '"accepted": {"days": 1}, "arguments"'), "has calls that are not"),
+        (line(ONE).replace('"arguments"', '"accepted": {"city": ["Rome"]}, "arguments"'), "has calls that are not"),
         (f"{line(ONE)}\n{line(ONE)}", ":2: the id one is there twice"),
         ("[1]", "expected an object"),
     ],

@@ -1,7 +1,5 @@
 """benchmarks/small_server.py: a real model behind OpenAI's API, which `kizami evaluate` and lm-eval ask."""
 
-import importlib.util
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -19,24 +17,9 @@ import httpx
 import torch
 from cli_fixtures import Run
 from client_fixtures import convert
+from scripts import script
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
-
-
-small_server = script("small_server")
+small_server = script("benchmarks", "small_server")
 
 
 @pytest.fixture(scope="module")

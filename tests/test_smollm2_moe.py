@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,6 +12,7 @@ pytest.importorskip("transformers", minversion="5.24")
 import torch
 from case_runner import kizami
 from client_models import open_model
+from scripts import script
 from transformers import CompressedTensorsConfig, LlamaConfig, LlamaForCausalLM
 
 # transformers warns of every option passed beside a checkpoint's own quantization_config; it then honours `dequantize`.
@@ -20,17 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`
 
 CLUSTERS, SLICE = 3, 128
 SAME = 1e-5  # relative, of logits in float32
-
-
-def script(folder: str, name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 smollm2_moe = script("examples", "smollm2_moe")

@@ -4,7 +4,6 @@ One trained MLA mixture of experts in three published layouts: GLM-5 (as shipped
 The truth is the dense BF16 twin that the oracle decodes from kizami's output bytes.
 """
 
-import importlib.util
 import re
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +19,7 @@ import torch
 from case_runner import kizami
 from client_fixtures import decoded_fp8, dense_twin, kimi_k2, kimi_k25, load_tensors
 from client_models import logits, open_model
+from scripts import script
 from transformers import AutoTokenizer, CompressedTensorsConfig
 
 # transformers warns of every option passed beside a checkpoint's own quantization_config; it then honours `dequantize`.
@@ -140,12 +140,7 @@ def test_perplexity_example_runs(
     demo_checkpoint: Path, converted: Converted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    path = Path(__file__).parents[1] / "examples" / "perplexity.py"
-    spec = importlib.util.spec_from_file_location("perplexity_example", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("examples", "perplexity")
     (tmp_path / "text.txt").write_text(TEXT * 40)
     arguments = [
         str(demo_checkpoint),

@@ -7,7 +7,7 @@ turn is asked with the model's own earlier answers, so that an error has its con
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,32 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """A call that a turn asks for. accepted: for a parameter, the values of which any will do; optional: parameters
+    that may be left out. "km" and "kilometers" are both right where the set says so."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    accepted: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+
+    def met_by(self, call: Call) -> bool:
+        values: dict[str, Sequence[Any]] = {key: (value,) for key, value in self.arguments.items()}
+        values |= self.accepted
+        missing = values.keys() - call.arguments.keys() - self.optional
+        return (
+            call.name == self.name
+            and not missing
+            and all(any(_equal(one, got) for one in values.get(key, ())) for key, got in call.arguments.items())
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """messages: what is said before the answer. calls: those expected, in any order; none: an answer in words."""
 
     messages: tuple[Mapping[str, Any], ...]
-    calls: tuple[Call, ...]
+    calls: tuple[Expected, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +94,18 @@ def read_conversations(path: Path | None) -> list[Conversation]:
     """Of a JSONL file; None: those that come with kizami. KizamiError "bad_requests" (with the line), "bad_json"."""
     if path is None:
         data = files("kizami.calibration.evaluation").joinpath("requests", "tools.jsonl").read_bytes()
-        return _parse(data.splitlines(), "tools.jsonl")
+        return parse_conversations(data.splitlines(), "tools.jsonl")
     with open(open_regular(path, path.name), "rb") as stream:
         lines = []
         while line := stream.readline(MAX_LINE_BYTES + 1):
             lines.append(line)
             if len(line) > MAX_LINE_BYTES or len(lines) > MAX_CONVERSATIONS:
                 raise KizamiError("is too large for a set of requests", code="bad_requests", file=path.name)
-    return _parse(lines, path.name)
+    return parse_conversations(lines, path.name)
 
 
-def _parse(lines: Sequence[bytes], file: str) -> list[Conversation]:
+def parse_conversations(lines: Sequence[bytes], file: str) -> list[Conversation]:
+    """file: its name, for errors."""
     found: dict[str, Conversation] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -123,8 +145,8 @@ def _turn(turn: object, where: str) -> Turn:
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise _bad(where, f"has messages that are not a list of {{role, content}} with the roles {', '.join(ROLES)}")
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise _bad(where, "has calls that are not a list of {name, arguments}")
-    return Turn(tuple(messages), tuple(Call(call["name"], call["arguments"]) for call in calls))
+        raise _bad(where, "has calls that are not a list of {name, arguments} (or with accepted, optional)")
+    return Turn(tuple(messages), tuple(map(_expected, calls)))
 
 
 def _is_message(message: object) -> bool:
@@ -132,12 +154,23 @@ def _is_message(message: object) -> bool:
 
 
 def _is_call(call: object) -> bool:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return False
+    accepted, optional = call.get("accepted", {}), call.get("optional", [])
     return (
-        isinstance(call, dict)
-        and call.keys() == {"name", "arguments"}
-        and isinstance(call["name"], str)
-        and isinstance(call["arguments"], dict)
+        call.keys() <= {"name", "arguments", "accepted", "optional"}
+        and isinstance(call.get("arguments"), dict)
+        and isinstance(accepted, dict)
+        and all(isinstance(values, list) for values in accepted.values())
+        and not accepted.keys() & call["arguments"].keys()
+        and isinstance(optional, list)
+        and all(isinstance(name, str) for name in optional)
     )
+
+
+def _expected(call: Mapping[str, Any]) -> Expected:
+    accepted, optional = call.get("accepted", {}), call.get("optional", ())
+    return Expected(call["name"], call["arguments"], accepted, frozenset(optional))
 
 
 def _bad(where: str, message: str) -> KizamiError:
@@ -201,15 +234,24 @@ def _fits(conversation: Conversation, call: Call) -> bool:
         ) from e
 
 
-def _same(made: Sequence[Call], expected: Sequence[Call]) -> bool:
-    """The same calls, in any order. Strings are compared without the space around them, 1 is 1.0."""
-    left = list(expected)
-    for call in made:
-        found = next((one for one in left if one.name == call.name and _equal(one.arguments, call.arguments)), None)
-        if found is None:
-            return False
-        left.remove(found)
-    return not left
+def _same(made: Sequence[Call], expected: Sequence[Expected]) -> bool:
+    """The same calls, in any order. Strings are compared without the space around them, 1 is 1.0.
+
+    A call may meet several that are expected: one that has taken another's place moves on (Kuhn's matching).
+    """
+    taken: dict[int, Call] = {}
+
+    def place(call: Call, tried: set[int]) -> bool:
+        for number, one in enumerate(expected):
+            if number in tried or not one.met_by(call):
+                continue
+            tried.add(number)
+            if number not in taken or place(taken[number], tried):
+                taken[number] = call
+                return True
+        return False
+
+    return len(made) == len(expected) and all(place(call, set()) for call in made)
 
 
 def _equal(a: Any, b: Any) -> bool:
