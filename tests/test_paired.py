@@ -115,6 +115,14 @@ def test_the_smallest_drop_of_few_questions_is_seen_by_four_of_five_exact_tests(
     assert np.mean(seen) == pytest.approx(0.8, abs=0.025)
 
 
+@pytest.mark.parametrize("n", [1, 10, 281, 1319])
+def test_questions_that_all_stay_exclude_what_they_exactly_can(n: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    bound = Paired(n, 0, 0).upper_bound
+    assert (1 - bound) ** n == pytest.approx(0.05)
+    assert bound == pytest.approx(stats.binomtest(0, n).proportion_ci(0.90).high)
+
+
 @pytest.mark.parametrize(("n", "true"), [(610, 0.01), (122, 0.05), (1220, 0.005)])
 def test_rare_losses_of_several_runs_are_not_excluded_too_often(n: int, true: float) -> None:
     rng = np.random.default_rng(5)
@@ -143,7 +151,7 @@ def test_students_t_is_scipys(degrees: int) -> None:
 def test_no_question_that_changed_sides_is_no_proof_of_anything() -> None:
     same = Paired(100, 0, 0)
     assert (same.p_value, same.drop, same.interval, same.wald_bound) == (1.0, 0.0, (0.0, 0.0), 0.0)
-    assert same.upper_bound == pytest.approx(1.6448536269514722**2 / (100 + 1.6448536269514722**2), rel=1e-9)
+    assert same.score_bound == pytest.approx(1.6448536269514722**2 / (100 + 1.6448536269514722**2), rel=1e-9)
     assert not same.is_non_inferior(0.02)
     assert Paired(1000, 0, 0).is_non_inferior(0.01)
     assert not Paired(10, 0, 0).is_non_inferior(0.2)
