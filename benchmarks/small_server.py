@@ -99,6 +99,9 @@ def handler(model: Model) -> type[BaseHTTPRequestHandler]:
                 self._send({"object": "chat.completion", "model": model.name, "choices": [model.chat(body)]})
                 return
             prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+            if not all(isinstance(prompt, str) for prompt in prompts):
+                self._send({"error": {"message": "prompts are text here: lm-eval needs tokenized_requests=False"}}, 400)
+                return
             choices = []
             for index, prompt in enumerate(prompts):
                 if body.get("echo"):
@@ -111,9 +114,9 @@ def handler(model: Model) -> type[BaseHTTPRequestHandler]:
                 choices.append(choice | {"index": index})
             self._send({"object": "text_completion", "model": model.name, "choices": choices})
 
-        def _send(self, body: Mapping[str, Any]) -> None:
+        def _send(self, body: Mapping[str, Any], status: int = 200) -> None:
             data = json.dumps(body).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -1,5 +1,7 @@
 """`kizami card`: the model card of an output, with what an evaluation measured."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +42,8 @@ def card(
     """Print the model card of an output, with the figures of its evaluations.
 
     The card says what was changed, how large the error is, how to make it again, which engines load it, and what was
-    not measured. It takes figures of kizami evaluate for this very checkpoint, and no others.
+    not measured. Figures on text are taken for this very checkpoint only; whose answers those of logs and servers are,
+    nobody can see, and the card says so. --evaluation replaces the evaluation that the card has.
     """
     from kizami.cli.source import finished_output
     from kizami.formats.card_evaluation import with_evaluation
@@ -58,6 +61,9 @@ def card(
     path = resolve_inside(folder, CARD, "kizami convert writes a card; put it back")
     text = _text(path)
     bodies = [read_json_object(file, file.name, limit=MOST_BYTES) for file in evaluation or []]
+    for file, body in zip(evaluation or [], bodies, strict=True):
+        with _named(file):
+            with_evaluation(text, [body], manifest["plan_hash"])
     if bodies:
         text = with_evaluation(text, bodies, manifest["plan_hash"])
     if target is not None:
@@ -65,6 +71,15 @@ def card(
     elif in_place:
         write_file_durably(path, text.encode())
     _show(ui, folder, text, written=output or (str(path) if in_place else None))
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Its faults, with its name."""
+    try:
+        yield
+    except KizamiError as e:
+        raise KizamiError(e.message, code=e.code, file=e.file or file.name, hint=e.hint) from e
 
 
 def _text(path: Path) -> str:
@@ -89,8 +104,7 @@ def _show(ui: Ui, out: Path, text: str, written: str | None) -> None:
     if ui.json:
         ui.emit("card", body)
     elif written is None:
-        for line in text.splitlines():
-            ui.say(line)
+        ui.data(text)
     else:
         ui.result(f"card written to {written}")
 

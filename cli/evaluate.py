@@ -64,8 +64,9 @@ def evaluate(
     perplexity, and next tokens lost and won, by domain (each --data FILE is one) and by position. Needs kizami's extra
     "calibrate". Logs (lm-eval --log_samples) are joined by question: McNemar's exact test, interval, what n can see,
     and whether a drop of --margin is excluded; several runs in a folder are several answers to each question. Servers
-    (http://HOST/v1, OpenAI's API) are asked the same conversations with tools, or lm-eval's tasks: kizami's extra
-    "eval"; the key is in OPENAI_API_KEY. FILE gets the object of --json. Exit code 1 if a threshold is not met.
+    (http://HOST/v1, OpenAI's API) are asked the same conversations with tools, or, where lm-eval is installed, its
+    tasks: kizami's extra "eval"; the key is in OPENAI_API_KEY. FILE gets the object of --json. Exit code 1 if a
+    threshold is not met.
     """
     from kizami.calibration.evaluation.batteries import Battery, tasks_of
     from kizami.calibration.evaluation.served import Asking
@@ -78,6 +79,8 @@ def evaluate(
     started = time.monotonic()
     kind = _kind(a)
     _check_kind(context, kind)
+    if kind == SERVERS:
+        _check_asked(context, lm_eval=bool(battery or task))
     for other in b:
         if (theirs := _kind(other)) != kind:
             raise KizamiError(f"A is of {kind}, and {printable(other, 100)} of {theirs}", code="usage")
@@ -129,6 +132,9 @@ OPTIONS_OF = {
         "run_generated_code", "tokenizer", "seed", "margin", "control",
     ),
 }  # fmt: skip
+OF_CONVERSATIONS = ("requests", "max_tokens")
+OF_TASKS = ("task_folder", "questions", "logs", "run_generated_code", "tokenizer")
+CONFIG = "config.json"
 
 
 def _kind(a: str) -> str:
@@ -136,7 +142,17 @@ def _kind(a: str) -> str:
 
     if a.startswith(("http://", "https://")):
         return SERVERS
-    return ANSWERS if is_log(Path(a)) else TEXT
+    if is_log(path := Path(a)):
+        return ANSWERS
+    if not path.exists():
+        raise KizamiError("does not exist", code="missing_file", file=a, hint="a checkpoint, lm-eval's logs, or a URL")
+    if path.is_dir() and not (path / CONFIG).exists():
+        raise KizamiError(
+            f"has neither {CONFIG}, as a checkpoint has, nor samples_TASK_DATE.jsonl, as lm-eval's logs have",
+            code="usage",
+            file=a,
+        )
+    return TEXT
 
 
 def _check_kind(context: typer.Context, kind: str) -> None:
@@ -145,6 +161,18 @@ def _check_kind(context: typer.Context, kind: str) -> None:
         for name in names:
             if name not in OPTIONS_OF[kind] and o.from_command_line(context, name):
                 raise KizamiError(f"{o.spelled(context, name)} is for {other}, and A is of {kind}", code="usage")
+
+
+def _check_asked(context: typer.Context, *, lm_eval: bool) -> None:
+    """KizamiError "usage" for an option of conversations with lm-eval's tasks, or the other way round."""
+    for name in OF_CONVERSATIONS if lm_eval else OF_TASKS:
+        if o.from_command_line(context, name):
+            asked = "lm-eval's tasks are asked" if lm_eval else "conversations with tools are asked"
+            raise KizamiError(
+                f"{o.spelled(context, name)} does nothing where {asked}",
+                code="usage",
+                hint="two runs of kizami evaluate" if lm_eval else "add --battery or --task for lm-eval's",
+            )
 
 
 # -------------------------------------------------------------------------------------------------------- on answers

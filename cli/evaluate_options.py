@@ -67,7 +67,8 @@ Margin = Annotated[
         min=0.0001,
         max=1.0,
         callback=finite,
-        help="Exit 1 unless a drop of the share X or more is excluded in every task. Default for what is shown: 0.01.",
+        help="Exit 1 unless a drop of the share X or more is excluded in every task, of servers too. Default for "
+        "what is shown: 0.01.",
     ),
 ]
 Requests = Annotated[
@@ -117,7 +118,7 @@ Logs = Annotated[
         "--logs",
         panel=SERVERS,
         metavar="DIR",
-        help="A new folder for lm-eval's samples, one in it for each server.",
+        help="A new folder for lm-eval's samples, with one for each server: a, b0, b1 and so on, a-again.",
     ),
 ]
 RunGeneratedCode = Annotated[

@@ -20,6 +20,10 @@ NOTES = (
     "servers are not deterministic: --control asks A twice, and what differs there is noise",
     "right means the expected calls and no others, argument by argument; another way to do the same does not count",
 )
+NO_CALLS = (
+    "A called no tool in any answer: nothing here says what B lost. Does its server read tool calls (SGLang and vLLM: "
+    "--tool-call-parser), and are --max-tokens enough?"
+)
 BUILT_IN = "no --requests: these are the {} conversations that come with kizami: too few for more than a first look"
 
 
@@ -50,6 +54,8 @@ def on_servers(
     body["reference_turns"] = _turns(reference)
     body["notes"] = [*NOTES, *body["notes"]]
     body["warnings"] = [] if requests is not None else [BUILT_IN.format(len(conversations))]
+    if not any(turn["called"] for turn in body["reference_turns"]["turns"]):
+        body["warnings"].append(NO_CALLS)
     return body
 
 
@@ -65,8 +71,12 @@ def on_batteries(
     from kizami.cli.evaluate_text import CONTROL, answers_body
 
     _refuse_missing_packages()
-    if logs is None or logs.exists():
-        raise KizamiError("lm-eval's samples need a new folder", code="usage", hint="add --logs DIR")
+    if logs is None:
+        raise KizamiError("lm-eval's samples need a folder", code="usage", hint="add --logs DIR, a new one")
+    if logs.exists():
+        raise KizamiError(
+            "exists, and lm-eval's samples need a new folder", code="usage", file=str(logs), hint="--logs another"
+        )
     named = [
         (a, a, "a"),
         *((url, url, f"b{at}") for at, url in enumerate(others)),

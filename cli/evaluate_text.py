@@ -246,13 +246,17 @@ def _answer_row(task: Mapping[str, Any], margin: float) -> tuple[str, ...]:
     return (
         _task(task), f"{task['n']:,}", f"{100 * task['a']:.2f}", f"{100 * task['b']:.2f}",
         _count(task["lost"]), _count(task["won"]),
-        f"{100 * task['drop']:+.2f} [{100 * low:.2f}, {100 * high:.2f}]", f"{task['p_value']:.3f}",
+        f"{100 * task['drop']:+.2f} [{100 * low:.2f}, {100 * high:.2f}]", small_p(task["p_value"]),
         "; ".join(verdict_words(task, margin)), _visible(task["visible_drop"]),
     )  # fmt: skip
 
 
 def _visible(drop: float | None) -> str:
     return "nothing" if drop is None else f"{100 * drop:.2f} points"
+
+
+def small_p(value: float) -> str:
+    return "<0.001" if value < 0.0005 else f"{value:.3f}"
 
 
 def verdict_words(task: Mapping[str, Any], margin: float) -> tuple[str, str]:

@@ -37,6 +37,12 @@ class Ui:
         if self.human and not self.quiet:
             _print(sys.stdout, text, style)
 
+    def data(self, text: str) -> None:
+        """What was asked for itself, such as a model card: `quiet` does not leave it out."""
+        if self.human:
+            for line in text.splitlines():
+                _print(sys.stdout, line, "")
+
     def result(self, text: str) -> None:
         """The last line of a summary: the number that people compare."""
         if self.human:

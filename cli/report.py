@@ -59,7 +59,8 @@ def report(
             f"{given} and {other} {format} contradict each other", code="usage", hint="give one of the two"
         )
     as_json = json or format == "json"
-    ui = Ui(quiet=quiet and format is None, verbose=verbose, json=as_json)  # who names a format wants the report
+    # who names a format wants the report
+    ui = Ui(quiet=quiet and (format is None or output is not None), verbose=verbose, json=as_json)
     folder = finished_output(out)
     target = None if output is None else Target.checked(output, folder)
     shown = None if verbose else top

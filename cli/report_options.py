@@ -34,7 +34,13 @@ InputStats = Annotated[
     ),
 ]
 OutputAgainst = Annotated[
-    str | None, option("--against", panel=RUN, metavar="SRC", help="The source, whose outputs are right; with --stats.")
+    str | None,
+    option(
+        "--against",
+        panel=RUN,
+        metavar="SRC",
+        help="The source: its outputs are right (--stats), its weights are the ones before (--format html).",
+    ),
 ]
 MaxOutputError = Annotated[
     float | None,

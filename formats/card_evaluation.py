@@ -30,6 +30,7 @@ def with_evaluation(card: str, bodies: Sequence[Body], plan_hash: str) -> str:
     KizamiError "bad_evaluation" for objects that are none, or of another checkpoint than that of `plan_hash`;
     "bad_card" for a card without Limits.
     """
+    bodies = [body for at, body in enumerate(bodies) if body not in bodies[:at]]
     try:
         section = "\n".join([BEGIN, *_section(bodies, plan_hash), END, "", ""])
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:  # a file that only looks like one
@@ -86,9 +87,9 @@ def _text(body: Body, plan_hash: str) -> list[str]:
     domains = ", ".join(escape_markdown(domain["name"]) for domain in tokens["domains"])
     sequences, length = (int(_number(tokens[key], 1)) for key in ("sequences", "seq_len"))
     amount = f"{sequences:,} sequences of {length:,} tokens"
+    reference = escape_markdown(public_name(body["reference"]))
     lines = [
-        f"Next-token distributions against {escape_markdown(body['reference'])} on {amount} ({domains}), each token "
-        "being the text's:",
+        f"Next-token distributions against {reference} on {amount} ({domains}), each token being the text's:",
         "",
         "| | KL, mean | KL, p99.9 | same top token | perplexity before | after | NLL (95 %) |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -106,7 +107,19 @@ def _unmet(body: Body, names: Sequence[str]) -> list[str]:
     found = [problem for problem in body.get("problems", ()) if problem.startswith(ours)]
     if not found:
         return []
+    for name in names:
+        found = [one.replace(f"{name},", f"{public_name(name)},", 1) for one in found]
     return ["Of the limits set for this run, not kept:", "", *(f"- {escape_markdown(one)}" for one in found), ""]
+
+
+def public_name(name: str) -> str:
+    """Of a model as people outside know it: of a path the last part (organisation/model stays), of a URL nothing."""
+    if re.match(r"https?://", name):
+        return "a server"
+    head, mark, cache = name.partition(", KV ")
+    parts = [part for part in re.split(r"[/\\]", head) if part not in ("", ".", "..")]
+    whole = bool(parts) and head.rstrip("/") == "/".join(parts) and len(parts) < 3
+    return ("/".join(parts) if whole else parts[-1] if parts else "a model") + mark + cache
 
 
 def _figures(name: str, at: Body) -> str:
@@ -142,8 +155,8 @@ def _only(body: Body) -> Body:
 
 def _answers(reference: Any, one: Body) -> list[str]:
     lines = [
-        f"Answers of {escape_markdown(one['name'])}, question by question, against {escape_markdown(reference)} (that "
-        "they are this checkpoint's is its publisher's word):",
+        f"Answers of {escape_markdown(public_name(one['name']))}, question by question, against "
+        f"{escape_markdown(public_name(reference))} (that they are this checkpoint's is its publisher's word):",
         "",
         "| task | n | before % | after % | drop, points (95 %) | p | so many questions can see |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -152,12 +165,22 @@ def _answers(reference: Any, one: Body) -> list[str]:
         low, high = (100 * _number(end, -1, 1) for end in task["interval"])
         before, after = (100 * _number(task[key], 0, 1) for key in ("a", "b"))
         cells = (
-            escape_markdown(f"{task['task']} ({task['metric']})"), f"{int(_number(task['n'], 1)):,}", f"{before:.2f}",
+            escape_markdown(f"{task['task']} ({_metric(task)})"), f"{int(_number(task['n'], 1)):,}", f"{before:.2f}",
             f"{after:.2f}", f"{100 * _number(task['drop'], -1, 1):+.2f} [{low:.2f}, {high:.2f}]",
-            f"{_number(task['p_value'], 0, 1):.3f}", _visible(task["visible_drop"]),
+            _p(task["p_value"]), _visible(task["visible_drop"]),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _metric(task: Body) -> str:
+    """With lm-eval's filter, of which a task may have several."""
+    taken = task.get("filter", "none")
+    return str(task["metric"]) if taken in ("none", "") else f"{task['metric']}, {taken}"
+
+
+def _p(value: Any) -> str:
+    return "<0.001" if (p := _number(value, 0, 1)) < 0.0005 else f"{p:.3f}"
 
 
 def _visible(drop: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cli_fixtures import Run
 
-from kizami.formats.card_evaluation import with_evaluation
+from kizami.formats.card_evaluation import public_name, with_evaluation
 from kizami.formats.errors import KizamiError
 from kizami.quantize.manifest import read_manifest
 
@@ -59,7 +59,7 @@ def files(folder: Path, *bodies: dict[str, Any]) -> list[str]:
 
 def test_the_card_begins_with_what_the_model_is(kizami: Run, out: Path) -> None:
     card = kizami("card", out).out
-    assert card == (out / "README.md").read_text()
+    assert card == (out / "README.md").read_text() == kizami("card", out, "-q").out
     assert "quantized derivative" in card.partition("\n# ")[2].partition("| |")[0]
 
 
@@ -93,6 +93,32 @@ def test_limits_that_were_not_kept_are_said(out: Path) -> None:
     assert "not kept" not in kept
 
 
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("/home/me/models/GLM-5.2-FP8/", "GLM-5.2-FP8"),
+        ("../GLM-5.2-FP8", "GLM-5.2-FP8"),
+        ("zai-org/GLM-5.2-FP8", "zai-org/GLM-5.2-FP8"),
+        ("GLM-5.2-INT4, KV fp8 at 1.0", "GLM-5.2-INT4, KV fp8 at 1.0"),
+        ("/x/y/INT4, KV fp8 of a/b.json", "INT4, KV fp8 of a/b.json"),
+        ("http://10.1.2.3:8000/v1", "a server"),
+        ("/", "a model"),
+    ],
+)
+def test_a_card_names_models_and_not_the_publishers_folders(name: str, public: str) -> None:
+    assert public_name(name) == public
+
+
+def test_filters_of_one_task_are_told_apart_and_small_p_are_not_zero(out: Path) -> None:
+    body = copy.deepcopy(ANSWERS)
+    (one, _) = body["compared"]
+    one["tasks"] = [TASK | {"filter": "strict-match"}, TASK | {"filter": "flexible-extract", "p_value": 1e-9}]  # type: ignore[index]
+    card = with_evaluation((out / "README.md").read_text(), [body, body], "")
+    assert card.count("| gsm8k (exact_match, strict-match) |") == 1
+    assert card.count("| gsm8k (exact_match, flexible-extract) |") == 1
+    assert "| <0.001 |" in card
+
+
 def test_a_second_evaluation_takes_the_place_of_the_first(out: Path) -> None:
     plan_hash, card = read_manifest(out)["plan_hash"], (out / "README.md").read_text()
     once = with_evaluation(card, [text(plan_hash)], plan_hash)
@@ -110,8 +136,8 @@ def test_in_place_the_card_is_replaced_and_the_output_still_verifies(kizami: Run
 
 
 def test_figures_of_another_checkpoint_are_refused(kizami: Run, out: Path, tmp_path: Path) -> None:
-    done = kizami("card", out, *files(tmp_path, text("0" * 64)), "--in-place", "--json")
-    assert (done.code, done.json["error"]["code"]) == (2, "bad_evaluation")
+    done = kizami("card", out, *files(tmp_path, ANSWERS, text("0" * 64)), "--in-place", "--json")
+    assert (done.code, done.json["error"]["code"], done.json["error"]["file"]) == (2, "bad_evaluation", "e1.json")
     assert "## Evaluation" not in (out / "README.md").read_text()
 
 

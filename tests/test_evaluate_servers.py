@@ -137,12 +137,16 @@ def test_the_requests_that_come_with_kizami_fit_their_own_schemas() -> None:
     [
         ("", "has no request"),
         ("{}", ":1: has no id"),
-        ('{"id": "a"}', "has no list of tools"),
-        ('{"id": "a", "tools": [{}], "turns": [1]}', "has no list of tools"),
+        ('{"id": "a"}', "has no list of at least one tool"),
+        ('{"id": "a", "tools": [{}], "turns": [1]}', "has no list of at least one tool"),
         (line(ONE).replace('"turns": [', '"turns": [], "x": ['), "has no list of turns"),
         (line(ONE).replace('"calls"', '"call"'), "has a turn that is not"),
         (line(ONE).replace('"role": "user"', '"role": "assistant"'), "has messages that are not"),
         (line(ONE).replace('"arguments"', '"args"'), "has calls that are not"),
+        (
+            line(ONE).replace('"calls": [{"name": "weather"', '"calls": [{"name": "wether"'),
+            "expects a call of wether, which is none of its tools",
+        ),
         (line(ONE).replace('"arguments"', '"optional": "x", "arguments"'), "has calls that are not"),
         (line(ONE).replace('"arguments"', '"optional": [1], "arguments"'), "has calls that are not"),
         (line(ONE).replace('"arguments"', '"accepted": {"days": 1}, "arguments"'), "has calls that are not"),
@@ -293,7 +297,37 @@ def test_what_is_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Server("http://127.0.0.1:9/v1", Asking())
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--task", "gsm8k", "--logs", "l", "--requests", "r.jsonl"), "--requests does nothing where lm-eval's tasks"),
+        (("--battery", "knowledge", "--logs", "l", "--max-tokens", "9"), "--max-tokens does nothing where lm-eval's"),
+        (("--questions", "3"), "--questions does nothing where conversations with tools are asked"),
+        (("--logs", "l"), "--logs does nothing"),
+    ],
+)
+def test_options_of_what_is_not_asked_are_refused(kizami: Run, words: tuple[str, ...], message: str) -> None:
+    done = kizami("evaluate", "http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1", *words, "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "usage")
+    assert message in done.json["error"]["message"]
+
+
+def test_what_is_no_model_is_named(kizami: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, message in ((tmp_path / "nothing", "does not exist"), (tmp_path / "empty", "has neither config.json")):
+        done = kizami("evaluate", path, tmp_path, "--json")
+        assert (done.code, done.json["error"]["file"]) == (2, str(path))
+        assert message in done.json["error"]["message"]
+
+
+def test_a_reference_that_calls_nothing_is_no_reference(kizami: Run) -> None:
+    with serving(lambda body: say("no")) as url:
+        done = kizami("evaluate", url, url, "--json")
+    assert "A called no tool in any answer" in done.json["warnings"][-1]
+
+
 def test_a_and_b_are_of_one_kind(kizami: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     done = kizami("evaluate", "http://127.0.0.1:9/v1", tmp_path, "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "usage")
     assert "A is of servers" in done.json["error"]["message"]

@@ -320,6 +320,7 @@ def test_times_of_files_may_be_anything(tmp_path: Path, clean: dict[str, str], y
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_script_that_kills_at_random_finds_no_difference(
     tiny_checkpoint: Path, tmp_path: Path, fault_row: Row
 ) -> None:

@@ -6,7 +6,7 @@ both models were asked the same: hashes of question, prompt and target must be e
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -159,7 +159,7 @@ def _read(file: Path) -> Log:
     if not answers:
         raise KizamiError("has no line", code="no_samples", file=file.name)
     _check_metrics(answers, file)
-    return Log(task, file.name, answers, _lower_is_better(file, task))
+    return Log(task, str(file), answers, _lower_is_better(file, task))
 
 
 def _check_metrics(answers: Mapping[tuple[int, str], Answer], file: Path) -> None:
@@ -214,15 +214,20 @@ def _bad(file: Path, number: int, message: str, hint: str | None = None) -> Kiza
     return KizamiError(message, code="bad_samples", file=f"{file.name}:{number}", hint=hint)
 
 
+def _more(log: Log, than: Log) -> Set[tuple[int, str]]:
+    return log.answers.keys() - than.answers.keys()
+
+
 def _same_questions(a: Sequence[Log], b: Sequence[Log]) -> list[tuple[int, str]]:
     """The keys that every log has, all of them with the same hashes."""
     first, *others = (*a, *b)
     for other in others:
         if other.answers.keys() != first.answers.keys():
             odd = sorted(other.answers.keys() ^ first.answers.keys())
+            counts = [len({doc for doc, _ in keys}) for keys in (_more(first, other), _more(other, first))]
             raise KizamiError(
-                f"{first.file} and {other.file} have {len(odd):,} questions that the other has not, the first is "
-                f"{odd[0][0]}",
+                f"{first.file} has {counts[0]:,} questions that {other.file} has not, and lacks {counts[1]:,} of its "
+                f"questions; the first of them is {odd[0][0]}",
                 code="other_questions",
                 hint="compare runs with the same --limit and the same tasks",
             )

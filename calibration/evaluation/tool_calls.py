@@ -125,10 +125,14 @@ def _conversation(body: Mapping[str, Any], where: str) -> Conversation:
     if not isinstance(name, str) or not name:
         raise _bad(where, "has no id")
     if not isinstance(tools, list) or not tools or not all(map(_is_tool, tools)):
-        raise _bad(where, "has no list of tools, each {type: function, function: {name, parameters}}")
+        raise _bad(where, "has no list of at least one tool, each {type: function, function: {name, parameters}}")
     if not isinstance(turns, list) or not turns:
         raise _bad(where, "has no list of turns")
-    return Conversation(name, tuple(tools), tuple(_turn(turn, where) for turn in turns))
+    one = Conversation(name, tuple(tools), tuple(_turn(turn, where) for turn in turns))
+    for call in (call for turn in one.turns for call in turn.calls):
+        if one.parameters(call.name) is None:
+            raise _bad(where, f"expects a call of {printable(call.name, 60)}, which is none of its tools")
+    return one
 
 
 def _is_tool(tool: object) -> bool:

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -128,4 +129,12 @@ def _svg(figure: Any, title: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{title}"', text, count=1)
-    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return _same_names(re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL))
+
+
+def _same_names(svg: str) -> str:
+    """Clip paths named by what they are: matplotlib names some by where they lie in memory, and the same report would
+    give another file."""
+    for name, path in re.findall(r'<clipPath id="(\w+)">(.*?)</clipPath>', svg, flags=re.DOTALL):
+        svg = svg.replace(name, f"clip{sha256(path.encode()).hexdigest()[:12]}")
+    return svg
