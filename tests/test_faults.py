@@ -244,6 +244,7 @@ def test_a_signal_in_any_phase_is_made_good(bench: Bench, name: str, code: int, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_into_one_folder_never_meet(bench: Bench, fault_row: Row) -> None:
     """A second process runs the whole command before a call of the first: until the first holds the lock, the second
     finishes the job; from then on it is turned away, until OUT is there."""

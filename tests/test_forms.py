@@ -99,6 +99,7 @@ def test_a_pattern_goes_before_a_role(tiny_checkpoint: Path) -> None:
     assert made["model.layers.1.mlp.experts.0.up_proj"] == "keep_fp8"
 
 
+@pytest.mark.long
 def test_what_is_given_by_role_is_what_the_config_says(tiny_checkpoint: Path, convert: Convert) -> None:
     out = convert(tiny_checkpoint, "--set", "shared_expert=int4", "--set", "attention=fp8", "--set", "mtp=fp8")
     config = json.loads((out / "config.json").read_text())["quantization_config"]
