@@ -1,7 +1,5 @@
 """`kizami card`: the model card of an output, with what an evaluation measured."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,26 +58,14 @@ def card(
     manifest = read_manifest(folder)
     path = resolve_inside(folder, CARD, "kizami convert writes a card; put it back")
     text = _text(path)
-    bodies = [read_json_object(file, file.name, limit=MOST_BYTES) for file in evaluation or []]
-    for file, body in zip(evaluation or [], bodies, strict=True):
-        with _named(file):
-            with_evaluation(text, [body], manifest["plan_hash"])
-    if bodies:
-        text = with_evaluation(text, bodies, manifest["plan_hash"])
+    evaluations = {str(file): read_json_object(file, file.name, limit=MOST_BYTES) for file in evaluation or []}
+    if evaluations:
+        text = with_evaluation(text, evaluations, manifest["plan_hash"])
     if target is not None:
         target.write(text.encode())
     elif in_place:
         write_file_durably(path, text.encode())
     _show(ui, folder, text, written=output or (str(path) if in_place else None))
-
-
-@contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Its faults, with its name."""
-    try:
-        yield
-    except KizamiError as e:
-        raise KizamiError(e.message, code=e.code, file=e.file or file.name, hint=e.hint) from e
 
 
 def _text(path: Path) -> str:

@@ -181,7 +181,8 @@ def _check_asked(context: typer.Context, *, lm_eval: bool) -> None:
 def _on_answers(a: str, others: list[str], noise: Path | None, margin: float) -> dict[str, Any]:
     from kizami.calibration.evaluation.lm_eval_logs import join_logs, read_logs
     from kizami.calibration.evaluation.verdicts import judge
-    from kizami.cli.evaluate_text import CONTROL, answers_body
+    from kizami.cli.evaluate_text import answers_body
+    from kizami.formats.card_evaluation import CONTROL
 
     first = read_logs(Path(a))
     named = [(other, Path(other)) for other in others] + ([] if noise is None else [(CONTROL, noise)])

@@ -73,7 +73,7 @@ def on_text(
 
 def _open_models(a: str, others: list[str], caches: Caches, *, control: bool) -> list["Candidate"]:
     """A first, then every B, each with the caches that are asked for; A once more as a control."""
-    from kizami.cli.evaluate_text import CONTROL
+    from kizami.formats.card_evaluation import CONTROL
     from kizami.cli.source import open_source
 
     with STOP.held():

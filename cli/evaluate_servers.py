@@ -34,7 +34,8 @@ def on_servers(
     from kizami.calibration.evaluation.served import Server, joined, replay
     from kizami.calibration.evaluation.tool_calls import read_conversations
     from kizami.calibration.evaluation.verdicts import judge
-    from kizami.cli.evaluate_text import CONTROL, answers_body
+    from kizami.cli.evaluate_text import answers_body
+    from kizami.formats.card_evaluation import CONTROL
 
     _refuse_missing_packages()
     conversations = read_conversations(requests)
@@ -68,7 +69,8 @@ def on_batteries(
     from kizami.calibration.evaluation.lm_eval_logs import join_logs, read_logs
     from kizami.calibration.evaluation.served import Server
     from kizami.calibration.evaluation.verdicts import judge
-    from kizami.cli.evaluate_text import CONTROL, answers_body
+    from kizami.cli.evaluate_text import answers_body
+    from kizami.formats.card_evaluation import CONTROL
 
     _refuse_missing_packages()
     if logs is None:

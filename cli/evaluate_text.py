@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kizami.cli.kv_accuracy_text import shortfalls
 from kizami.cli.output import Ui, counted, duration, gib
+from kizami.formats.card_evaluation import CONTROL, p_words, visible_words
 
 if TYPE_CHECKING:
     from kizami.calibration.data.tokens import TokenSet
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from kizami.calibration.kv_accuracy.passes import Event
 
 Body = dict[str, Any]
-CONTROL = "A again"
 TEXT_NOTES = (
     "every token is the data's (teacher forcing): how errors add up over a long answer, in code or through tool calls "
     "is not seen",
@@ -246,17 +246,9 @@ def _answer_row(task: Mapping[str, Any], margin: float) -> tuple[str, ...]:
     return (
         _task(task), f"{task['n']:,}", f"{100 * task['a']:.2f}", f"{100 * task['b']:.2f}",
         _count(task["lost"]), _count(task["won"]),
-        f"{100 * task['drop']:+.2f} [{100 * low:.2f}, {100 * high:.2f}]", small_p(task["p_value"]),
-        "; ".join(verdict_words(task, margin)), _visible(task["visible_drop"]),
+        f"{100 * task['drop']:+.2f} [{100 * low:.2f}, {100 * high:.2f}]", p_words(task["p_value"]),
+        "; ".join(verdict_words(task, margin)), visible_words(task["visible_drop"]),
     )  # fmt: skip
-
-
-def _visible(drop: float | None) -> str:
-    return "nothing" if drop is None else f"{100 * drop:.2f} points"
-
-
-def small_p(value: float) -> str:
-    return "<0.001" if value < 0.0005 else f"{value:.3f}"
 
 
 def verdict_words(task: Mapping[str, Any], margin: float) -> tuple[str, str]:

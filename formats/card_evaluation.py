@@ -23,18 +23,14 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 Body = Mapping[str, Any]
 
 
-def with_evaluation(card: str, bodies: Sequence[Body], plan_hash: str) -> str:
+def with_evaluation(card: str, evaluations: Mapping[str, Body], plan_hash: str) -> str:
     """The card with a section of what `kizami evaluate` measured, in place of kizami's older one, which its marks tell
-    from anybody's own; it stands before Limits.
+    from anybody's own; it stands before Limits. evaluations: by the file that each is of.
 
     KizamiError "bad_evaluation" for objects that are none, or of another checkpoint than that of `plan_hash`;
     "bad_card" for a card without Limits.
     """
-    bodies = [body for at, body in enumerate(bodies) if body not in bodies[:at]]
-    try:
-        section = "\n".join([BEGIN, *_section(bodies, plan_hash), END, "", ""])
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:  # a file that only looks like one
-        raise KizamiError(f"is not whole: {printable(repr(e), 80)}", code="bad_evaluation") from e
+    section = "\n".join([BEGIN, *_section(evaluations, plan_hash), END, "", ""])
     plain = _OWN.sub("", card.replace("\r\n", "\n"))
     place = _limits(plain)
     if place is None:
@@ -61,18 +57,30 @@ def _limits(card: str) -> int | None:
     return found
 
 
-def _section(bodies: Sequence[Body], plan_hash: str) -> list[str]:
-    lines, tasks = [HEADING, ""], []
-    for body in bodies:
-        if body.get("schema") != SCHEMA or body.get("kind") not in ("text", "answers"):
-            raise KizamiError("is not what kizami evaluate -o writes", code="bad_evaluation")
-        if body["kind"] == "text":
-            lines += _text(body, plan_hash)
-        else:
-            one = _only(body)
-            lines += _answers(body["reference"], one) + _unmet(body, [one["name"]])
-            tasks += [task["task"] for task in one["tasks"]]
+def _section(evaluations: Mapping[str, Body], plan_hash: str) -> list[str]:
+    lines, tasks, seen = [HEADING, ""], list[str](), list[Body]()
+    for file, body in evaluations.items():
+        if body in seen:  # twice the same would look like two
+            continue
+        seen.append(body)
+        try:
+            more, asked = _one(body, plan_hash)
+        except KizamiError as e:
+            raise KizamiError(e.message, code=e.code, file=file, hint=e.hint) from e
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:  # it only looks like one
+            raise KizamiError(f"is not whole: {printable(repr(e), 80)}", code="bad_evaluation", file=file) from e
+        lines, tasks = lines + more, tasks + asked
     return [*lines, *_missing(tasks)]
+
+
+def _one(body: Body, plan_hash: str) -> tuple[list[str], list[str]]:
+    """Its lines, and the tasks that were asked."""
+    if body.get("schema") != SCHEMA or body.get("kind") not in ("text", "answers"):
+        raise KizamiError("is not what kizami evaluate -o writes", code="bad_evaluation")
+    if body["kind"] == "text":
+        return _text(body, plan_hash), []
+    one = _only(body)
+    return _answers(body["reference"], one) + _unmet(body, [one["name"]]), [str(task["task"]) for task in one["tasks"]]
 
 
 def _text(body: Body, plan_hash: str) -> list[str]:
@@ -167,7 +175,7 @@ def _answers(reference: Any, one: Body) -> list[str]:
         cells = (
             escape_markdown(f"{task['task']} ({_metric(task)})"), f"{int(_number(task['n'], 1)):,}", f"{before:.2f}",
             f"{after:.2f}", f"{100 * _number(task['drop'], -1, 1):+.2f} [{low:.2f}, {high:.2f}]",
-            _p(task["p_value"]), _visible(task["visible_drop"]),
+            p_words(task["p_value"]), visible_words(task["visible_drop"]),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
@@ -179,11 +187,12 @@ def _metric(task: Body) -> str:
     return str(task["metric"]) if taken in ("none", "") else f"{task['metric']}, {taken}"
 
 
-def _p(value: Any) -> str:
+def p_words(value: Any) -> str:
     return "<0.001" if (p := _number(value, 0, 1)) < 0.0005 else f"{p:.3f}"
 
 
-def _visible(drop: Any) -> str:
+def visible_words(drop: Any) -> str:
+    """The smallest drop that so many questions can see; None where not even a loss of all."""
     return "nothing" if drop is None else f"{100 * _number(drop, 0, 1):.2f} points"
 
 

@@ -57,6 +57,10 @@ def files(folder: Path, *bodies: dict[str, Any]) -> list[str]:
     return words
 
 
+def named(*bodies: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {f"e{number}.json": body for number, body in enumerate(bodies)}
+
+
 def test_the_card_begins_with_what_the_model_is(kizami: Run, out: Path) -> None:
     card = kizami("card", out).out
     assert card == (out / "README.md").read_text() == kizami("card", out, "-q").out
@@ -84,12 +88,12 @@ def test_limits_that_were_not_kept_are_said(out: Path) -> None:
     name = body["compared"][0]["name"]
     body["problems"] = [f"{name}, all: KL 0.0018, above 0.001", "another: KL 9", "control: 3 of A's tokens changed"]
     answers = ANSWERS | {"problems": ["logs/int4, gsm8k: a drop of 1 points is not excluded"]}
-    card = with_evaluation((out / "README.md").read_text(), [body, answers], plan_hash)
+    card = with_evaluation((out / "README.md").read_text(), named(body, answers), plan_hash)
     assert card.count("Of the limits set for this run, not kept:") == 2
     assert "- control: 3 of A's tokens changed\n" in card
     assert "- logs/int4, gsm8k: a drop of 1 points is not excluded\n" in card
     assert "another: KL 9" not in card
-    kept = with_evaluation((out / "README.md").read_text(), [text(plan_hash)], plan_hash)
+    kept = with_evaluation((out / "README.md").read_text(), named(text(plan_hash)), plan_hash)
     assert "not kept" not in kept
 
 
@@ -113,7 +117,7 @@ def test_filters_of_one_task_are_told_apart_and_small_p_are_not_zero(out: Path) 
     body = copy.deepcopy(ANSWERS)
     (one, _) = body["compared"]
     one["tasks"] = [TASK | {"filter": "strict-match"}, TASK | {"filter": "flexible-extract", "p_value": 1e-9}]  # type: ignore[index]
-    card = with_evaluation((out / "README.md").read_text(), [body, body], "")
+    card = with_evaluation((out / "README.md").read_text(), named(body, body), "")
     assert card.count("| gsm8k (exact_match, strict-match) |") == 1
     assert card.count("| gsm8k (exact_match, flexible-extract) |") == 1
     assert "| <0.001 |" in card
@@ -121,9 +125,10 @@ def test_filters_of_one_task_are_told_apart_and_small_p_are_not_zero(out: Path) 
 
 def test_a_second_evaluation_takes_the_place_of_the_first(out: Path) -> None:
     plan_hash, card = read_manifest(out)["plan_hash"], (out / "README.md").read_text()
-    once = with_evaluation(card, [text(plan_hash)], plan_hash)
-    assert with_evaluation(once, [text(plan_hash)], plan_hash) == once
-    assert "gsm8k" not in with_evaluation(with_evaluation(card, [ANSWERS], plan_hash), [text(plan_hash)], plan_hash)
+    once = with_evaluation(card, named(text(plan_hash)), plan_hash)
+    assert with_evaluation(once, named(text(plan_hash)), plan_hash) == once
+    other = with_evaluation(card, named(ANSWERS), plan_hash)
+    assert "gsm8k" not in with_evaluation(other, named(text(plan_hash)), plan_hash)
 
 
 def test_in_place_the_card_is_replaced_and_the_output_still_verifies(kizami: Run, out: Path, tmp_path: Path) -> None:
@@ -137,7 +142,11 @@ def test_in_place_the_card_is_replaced_and_the_output_still_verifies(kizami: Run
 
 def test_figures_of_another_checkpoint_are_refused(kizami: Run, out: Path, tmp_path: Path) -> None:
     done = kizami("card", out, *files(tmp_path, ANSWERS, text("0" * 64)), "--in-place", "--json")
-    assert (done.code, done.json["error"]["code"], done.json["error"]["file"]) == (2, "bad_evaluation", "e1.json")
+    assert (done.code, done.json["error"]["code"], done.json["error"]["file"]) == (
+        2,
+        "bad_evaluation",
+        str(tmp_path / "e1.json"),
+    )
     assert "## Evaluation" not in (out / "README.md").read_text()
 
 
@@ -165,7 +174,7 @@ def test_what_is_no_evaluation_is_refused(out: Path, change: Change) -> None:
     body = copy.deepcopy(text(plan_hash))
     change(body)
     with pytest.raises(KizamiError) as refused:
-        with_evaluation((out / "README.md").read_text(), [body], plan_hash)
+        with_evaluation((out / "README.md").read_text(), named(body), plan_hash)
     assert refused.value.code == "bad_evaluation"
 
 
@@ -173,7 +182,7 @@ def test_words_of_an_evaluation_cannot_leave_their_cell(out: Path) -> None:
     plan_hash = read_manifest(out)["plan_hash"]
     body = text(plan_hash)
     body["reference"] = "x\n# Heading\n<script>"
-    card = with_evaluation((out / "README.md").read_text(), [body], plan_hash)
+    card = with_evaluation((out / "README.md").read_text(), named(body), plan_hash)
     assert "\n# Heading" not in card
     assert "<script>" not in card
 
@@ -183,18 +192,18 @@ def test_answers_with_figures_that_cannot_be_are_refused(out: Path, change: dict
     body = copy.deepcopy(ANSWERS)
     body["compared"][0]["tasks"][0].update(change)  # type: ignore[index]
     with pytest.raises(KizamiError, match="is not whole"):
-        with_evaluation((out / "README.md").read_text(), [body], "")
+        with_evaluation((out / "README.md").read_text(), named(body), "")
 
 
 def test_answers_of_several_models_are_not_taken_for_one(out: Path) -> None:
     body = copy.deepcopy(ANSWERS)
     body["compared"].append({"name": "logs/other", "tasks": [TASK]})  # type: ignore[attr-defined]
     with pytest.raises(KizamiError, match="answers of 2 models beside the reference"):
-        with_evaluation((out / "README.md").read_text(), [body], "")
+        with_evaluation((out / "README.md").read_text(), named(body), "")
 
 
 def test_a_control_is_not_taken_for_the_model(out: Path) -> None:
-    card = with_evaluation((out / "README.md").read_text(), [ANSWERS], "")
+    card = with_evaluation((out / "README.md").read_text(), named(ANSWERS), "")
     assert card.count("| gsm8k") == 1
     assert "99.99" not in card
     assert "Answers of logs/int4, question by question, against logs/fp8" in card
@@ -203,22 +212,22 @@ def test_a_control_is_not_taken_for_the_model(out: Path) -> None:
 def test_a_name_that_only_has_a_tasks_letters_in_it_measures_nothing(out: Path) -> None:
     body = copy.deepcopy(ANSWERS)
     body["compared"][0]["tasks"][0]["task"] = "research_answers"  # type: ignore[index]
-    card = with_evaluation((out / "README.md").read_text(), [body], "")
+    card = with_evaluation((out / "README.md").read_text(), named(body), "")
     assert "Not measured: knowledge and reasoning, coding, tool calls, long context" in card
 
 
 def test_a_section_of_somebodys_own_stays(out: Path) -> None:
     card = (out / "README.md").read_text()
     own = card.replace("## Command\n", "## Evaluation\n\nhours of work\n\n```\n## Limits\n```\n\n## Command\n")
-    once = with_evaluation(own, [ANSWERS], "")
+    once = with_evaluation(own, named(ANSWERS), "")
     assert "hours of work" in once
     assert once.index("<!-- kizami: evaluation -->") > once.index("## Serving")
-    assert with_evaluation(once, [ANSWERS], "") == once
+    assert with_evaluation(once, named(ANSWERS), "") == once
 
 
 def test_line_ends_of_another_system_are_read(out: Path) -> None:
     card = (out / "README.md").read_text()
-    assert with_evaluation(card.replace("\n", "\r\n"), [ANSWERS], "") == with_evaluation(card, [ANSWERS], "")
+    assert with_evaluation(card.replace("\n", "\r\n"), named(ANSWERS), "") == with_evaluation(card, named(ANSWERS), "")
 
 
 def test_a_card_without_limits_is_not_guessed_at(kizami: Run, out: Path, tmp_path: Path) -> None:
