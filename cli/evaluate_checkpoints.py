@@ -73,8 +73,8 @@ def on_text(
 
 def _open_models(a: str, others: list[str], caches: Caches, *, control: bool) -> list["Candidate"]:
     """A first, then every B, each with the caches that are asked for; A once more as a control."""
-    from kizami.formats.card_evaluation import CONTROL
     from kizami.cli.source import open_source
+    from kizami.formats.card_evaluation import CONTROL
 
     with STOP.held():
         from kizami.calibration.evaluation.streamed import Candidate
