@@ -21,7 +21,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from kizami.calibration.evaluation.tool_calls import parse_conversations, worth
+from kizami.calibration.evaluation.tool_calls import parse_conversations
+from kizami.formats.errors import KizamiError
 
 CALLS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple", "live_parallel")
 NO_CALLS = ("irrelevance", "live_irrelevance")
@@ -99,16 +100,13 @@ def _lines(file: Traversable) -> list[dict[str, Any]]:
 
 def answered(conversation: Mapping[str, Any]) -> bool:
     """Whether its own answer fits the schemas of its tools."""
-    (one,) = parse_conversations([json.dumps(conversation).encode()], "BFCL")
-    calls = [
-        {"function": {"name": call["name"], "arguments": {key: values[0] for key, values in _given(call)}}}
-        for call in conversation["turns"][0]["calls"]
-    ]
-    return worth(one, one.turns[0], "stop", {"tool_calls": calls, "content": "none"}).fits
-
-
-def _given(call: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    return ((key, values) for key, values in call["accepted"].items() if key not in call["optional"])
+    try:
+        parse_conversations([json.dumps(conversation).encode()], "BFCL")
+    except KizamiError as refused:
+        if refused.code != "bad_requests":
+            raise
+        return False
+    return True
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from kizami.cli import report_limits as limits
 from kizami.cli import report_options as r
 from kizami.cli import report_outputs as outputs
 from kizami.cli.command import Command
-from kizami.cli.convert import fail_over_threshold, show_roles
+from kizami.cli.convert import show_roles
 from kizami.cli.kv_options import kv_body
 from kizami.cli.method_words import method_body, method_lines
 from kizami.cli.output import Ui, counted, figure, gib, plain_table
@@ -28,7 +28,7 @@ def report(
     format: r.ReportFormat = None,
     output: o.ToFile = None,
     top: r.Top = 10,
-    max_rel_error: o.MaxRelError = None,
+    max_rel_error: r.MaxRelError = None,
     min_sqnr: r.MinSqnr = None,
     compare: r.Compare = None,
     stats: r.InputStats = None,
@@ -64,7 +64,8 @@ def report(
     folder = finished_output(out)
     target = None if output is None else Target.checked(output, folder)
     shown = None if verbose else top
-    body = report_body(folder, shown, max_rel_error, limits.parse_limits(min_sqnr))
+    most = limits.parse_limits(limits.MAX_REL_ERROR, max_rel_error)
+    body = report_body(folder, shown, most, limits.parse_limits(limits.MIN_SQNR, min_sqnr))
     if compare is not None:
         body["compared"] = comparison.comparison_body(folder, compare)
     if stats is not None and against is not None:
@@ -86,14 +87,15 @@ def report(
     else:
         show_report(ui, body)
     outputs.fail_over_output_error(ui, body["outputs"])
-    limits.fail_below(ui, body["below"])
-    fail_over_threshold(ui, body["exceeding"], max_rel_error, body["method"])
+    limits.fail_missed(ui, body)
 
 
 def report_body(
-    out: Path, top: int | None, max_rel_error: float | None, min_sqnr: dict[str, float] | None = None
+    out: Path,
+    top: int | None,
+    max_rel_error: dict[str, float] | None = None,
+    min_sqnr: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    from kizami.cli.convert import exceeding
     from kizami.quantize.manifest import read_manifest
     from kizami.quantize.report import (
         layer_summaries,
@@ -121,10 +123,10 @@ def report_body(
         "roles": [asdict(line) for line in role_summaries(rows)],
         "layers": [asdict(line) for line in layer_summaries(rows)],
         "worst": worst_tensors(rows, len(packed) if top is None else top),
-        "max_rel_error": max_rel_error,
-        "exceeding": exceeding(out, max_rel_error),
+        "max_rel_error": max_rel_error or {},
+        "exceeding": limits.missed(limits.MAX_REL_ERROR, packed, max_rel_error or {}),
         "min_sqnr": min_sqnr or {},
-        "below": limits.below(rows, min_sqnr or {}),
+        "below": limits.missed(limits.MIN_SQNR, packed, min_sqnr or {}),
         "compared": None,
         "outputs": None,
         "warnings": manifest["warnings"],

@@ -94,9 +94,7 @@ def _facts(body: Body, manifest: Body) -> Iterator[tuple[str, str]]:
 
 
 def _over(body: Body) -> list[str]:
-    most = f"expected at most {body['max_rel_error'] or 0:g}"
-    lines = [f"{row['name']}: relative error {row['rel_error']:.4f}, {most}" for row in body["exceeding"]]
-    lines += map(limits.words, body["below"])
+    lines = [limits.words(one) for one in (*body["exceeding"], *body["below"])]
     return lines if len(lines) <= MISSED_SHOWN else [*lines[:MISSED_SHOWN], f"and {len(lines) - MISSED_SHOWN:,} more"]
 
 

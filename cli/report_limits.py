@@ -1,6 +1,7 @@
 """Limits of `kizami report`, by role: which tensors miss them, in words and as JUnit XML for pipelines."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import log10
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +16,21 @@ IN_A_FAILURE = 200  # tensors in one failure of the XML
 ALL = ""  # the role of a limit for every tensor
 
 
-def parse_limits(texts: Sequence[str] | None) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tensors are held to. worse: 1 where the larger figure is the worse one, -1 where the smaller is."""
+
+    option: str
+    unit: str
+    example: str
+    worse: int
+
+
+MAX_REL_ERROR = Kind("--max-rel-error", "X", "0.12", 1)
+MIN_SQNR = Kind("--min-sqnr", "dB", "20", -1)
+
+
+def parse_limits(kind: Kind, texts: Sequence[str] | None) -> dict[str, float]:
     """By role, ALL for a bare number. KizamiError "bad_option"."""
     limits: dict[str, float] = {}
     for text in texts or ():
@@ -24,34 +39,40 @@ def parse_limits(texts: Sequence[str] | None) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = float("nan")
-        if not abs(value) < 1e6 or (mark and not role):
+        given, unit = f"{kind.option} {printable(text, 60)}", kind.unit
+        if not abs(value) < 1e6 or (kind is MAX_REL_ERROR and value < 0) or (mark and not role):
             raise KizamiError(
-                f"--min-sqnr {printable(text, 60)}; expected dB, or ROLE=dB such as routed_expert=20", code="bad_option"
+                f"{given}; expected {unit}, or ROLE={unit} such as routed_expert={kind.example}", code="bad_option"
             )
         if role in limits:
-            raise KizamiError(f"--min-sqnr {printable(text, 60)}: given twice for one role", code="bad_option")
+            raise KizamiError(f"{given}: given twice for one role", code="bad_option")
         limits[role] = value
     return limits
 
 
-def below(rows: Sequence[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:
-    """Packed tensors whose SQNR is below the limit of their role, or of all; the worst first. KizamiError "bad_option"
-    for a role that has none: a limit that nothing is held to is a mistake."""
-    measured = [(row, sqnr) for row in rows if (sqnr := _sqnr(row)) is not None]
+def missed(kind: Kind, rows: Sequence[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:
+    """Packed tensors beyond the limit of their role, or of all; the worst first. KizamiError "bad_option" for a role
+    that has none: a limit that nothing is held to is a mistake."""
+    figure, name = (_rel_error, "rel_error") if kind is MAX_REL_ERROR else (_sqnr, "sqnr_db")
+    measured = [(row, value) for row in rows if (value := figure(row)) is not None]
     roles = {row["role"] for row, _ in measured}
     for role in limits:
         if role != ALL and role not in roles:
             known = ", ".join(sorted(roles)) or "none"
             raise KizamiError(
-                f"--min-sqnr {printable(role, 60)}: no packed tensor has that role; roles with some: {known}",
+                f"{kind.option} {printable(role, 60)}: no packed tensor has that role; roles with some: {known}",
                 code="bad_option",
             )
     found = []
-    for row, sqnr in measured:
+    for row, value in measured:
         limit = limits.get(row["role"], limits.get(ALL))
-        if limit is not None and sqnr < limit:
-            found.append({"name": row["name"], "role": row["role"], "sqnr_db": sqnr, "limit": limit})
-    return sorted(found, key=lambda one: (one["sqnr_db"], one["name"]))
+        if limit is not None and kind.worse * value > kind.worse * limit:
+            found.append({"name": row["name"], "role": row["role"], name: value, "limit": limit})
+    return sorted(found, key=lambda one: (-kind.worse * one[name], one["name"]))
+
+
+def _rel_error(row: dict[str, Any]) -> float | None:
+    return row.get("rel_error")
 
 
 def _sqnr(row: dict[str, Any]) -> float | None:
@@ -62,10 +83,16 @@ def _sqnr(row: dict[str, Any]) -> float | None:
     return None if not error else -20 * log10(error)
 
 
-def fail_below(ui: Ui, found: Sequence[dict[str, Any]]) -> None:
+def fail_missed(ui: Ui, body: dict[str, Any]) -> None:
     """Exit code 1, naming the tensors."""
-    if found:
-        ui.fail([words(one) for one in found], SHOWN)
+    from kizami.quantize.report import threshold_hint
+
+    for found in (body["exceeding"], body["below"]):
+        if found:
+            ui.fail([words(one) for one in found], SHOWN)
+    if body["exceeding"] and (hint := threshold_hint(body["method"])) is not None:
+        ui.fail([hint])
+    if body["exceeding"] or body["below"]:
         raise typer.Exit(1)
 
 
@@ -73,12 +100,12 @@ def junit(body: dict[str, Any]) -> bytes:
     """A test case for each limit, whose failure names the tensors that miss it; without limits, one that passes: there
     is a report. As Jenkins, GitLab and GitHub's actions read it."""
     cases: list[tuple[str, list[str]]] = []
-    if (most := body["max_rel_error"]) is not None:
-        lines = [f"{row['name']}: relative error {row['rel_error']:.4f}" for row in body["exceeding"]]
-        cases.append((f"relative error at most {most:g}", lines))
+    for role, limit in body["max_rel_error"].items():
+        what = f"relative error of {role or 'every tensor'} at most {limit:g}"
+        cases.append((what, _of(role, body["max_rel_error"], body["exceeding"])))
     for role, limit in body["min_sqnr"].items():
-        missed = [one for one in body["below"] if one["limit"] == limit and (role in (ALL, one["role"]))]
-        cases.append((f"SQNR of {role or 'every tensor'} at least {limit:g} dB", [words(one) for one in missed]))
+        what = f"SQNR of {role or 'every tensor'} at least {limit:g} dB"
+        cases.append((what, _of(role, body["min_sqnr"], body["below"])))
     outputs = body["outputs"]
     if outputs and (most := outputs["max_output_error"]) is not None:
         lines = [f"{one['name']}: output error {one['rel_error']:.4f}" for one in outputs["exceeding"]]
@@ -98,5 +125,12 @@ def junit(body: dict[str, Any]) -> bytes:
     return written
 
 
+def _of(role: str, limits: dict[str, float], found: Sequence[dict[str, Any]]) -> list[str]:
+    """In words, the tensors that were held to the limit of this role; for ALL: those without one of their own."""
+    return [words(one) for one in found if (one["role"] if one["role"] in limits else ALL) == role]
+
+
 def words(one: dict[str, Any]) -> str:
+    if "rel_error" in one:
+        return f"{one['name']}: relative error {one['rel_error']:.4f}, expected at most {one['limit']:g}"
     return f"{one['name']}: SQNR {one['sqnr_db']:.2f} dB, expected at least {one['limit']:g}"

@@ -6,6 +6,15 @@ from typing import Annotated, Literal
 from kizami.cli.options import OUTPUT, RUN, finite, option
 
 FormatName = Literal["text", "json", "markdown", "html", "junit"]
+MaxRelError = Annotated[
+    list[str] | None,
+    option(
+        "--max-rel-error",
+        panel=RUN,
+        metavar="[ROLE=]X",
+        help="Exit 1 if a packed tensor's relative error is above X, of one role or of all. Repeatable.",
+    ),
+]
 MinSqnr = Annotated[
     list[str] | None,
     option(

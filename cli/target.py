@@ -47,6 +47,8 @@ class Target:
         """The real path and its mode; None for a file that does not exist yet."""
         if not self.name:
             raise self._refused("the name is empty", "-o FILE writes to FILE")
+        if self.name == "-":  # to many tools stdout, to the others a file that is hard to remove
+            raise self._refused("is no name of a file here", "leave -o out to write to stdout, or name ./-")
         path = Path(self.name)
         real = Path(os.path.realpath(path))
         try:

@@ -304,6 +304,7 @@ def test_o_refuses_what_is_not_a_file(
     (tmp_path / "loop").symlink_to("loop")
     for file, said in (
         ("", "the name is empty"),
+        ("-", "is no name of a file here"),
         (tmp_path, "is a folder"),
         (tmp_path / "nothing", "is a link to absent, which does not exist"),
         (tmp_path / "loop", "symbolic links"),

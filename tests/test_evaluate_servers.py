@@ -151,6 +151,11 @@ def test_the_requests_that_come_with_kizami_fit_their_own_schemas() -> None:
         (line(ONE).replace('"arguments"', '"optional": [1], "arguments"'), "has calls that are not"),
         (line(ONE).replace('"arguments"', '"accepted": {"days": 1}, "arguments"'), "has calls that are not"),
         (line(ONE).replace('"arguments"', '"accepted": {"city": ["Rome"]}, "arguments"'), "has calls that are not"),
+        (line(ONE).replace('"arguments"', '"accepted": {"days": []}, "arguments"'), "has calls that are not"),
+        (
+            line(ONE).replace('"arguments": {"city"', '"arguments": {"town"'),
+            r"expects weather\({\"town\".*}\), which that tool's parameters do not allow",
+        ),
         (f"{line(ONE)}\n{line(ONE)}", ":2: the id one is there twice"),
         ("[1]", "expected an object"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from cli_fixtures import Run
 from client_fixtures import convert
 
-from kizami.cli.report_limits import below, parse_limits
+from kizami.cli.report_limits import MAX_REL_ERROR, MIN_SQNR, Kind, missed, parse_limits
 from kizami.formats.errors import KizamiError
 from kizami.quantize.comparison import compare_rows, ratio_map
 from kizami.quantize.report import measured, pooled_error, read_report
@@ -22,14 +22,21 @@ def outputs(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     )
 
 
-def test_limits_are_numbers_or_numbers_of_a_role() -> None:
-    assert parse_limits(["20", "routed_expert=21.5"]) == {"": 20.0, "routed_expert": 21.5}
-    assert parse_limits(None) == {}
+@pytest.mark.parametrize("kind", [MAX_REL_ERROR, MIN_SQNR])
+def test_limits_are_numbers_or_numbers_of_a_role(kind: Kind) -> None:
+    assert parse_limits(kind, ["20", "routed_expert=21.5"]) == {"": 20.0, "routed_expert": 21.5}
+    assert parse_limits(kind, None) == {}
     for text in ("x", "=20", "a=b", "nan", "inf", "routed_expert="):
-        with pytest.raises(KizamiError, match="expected dB, or ROLE=dB"):
-            parse_limits([text])
+        with pytest.raises(KizamiError, match=f"{kind.option} {text}; expected {kind.unit}, or ROLE={kind.unit}"):
+            parse_limits(kind, [text])
     with pytest.raises(KizamiError, match="twice"):
-        parse_limits(["20", "21"])
+        parse_limits(kind, ["20", "21"])
+
+
+def test_no_error_is_below_zero_but_a_ratio_in_decibels_may_be() -> None:
+    assert parse_limits(MIN_SQNR, ["-3"]) == {"": -3.0}
+    with pytest.raises(KizamiError, match="expected X"):
+        parse_limits(MAX_REL_ERROR, ["routed_expert=-0.1"])
 
 
 def test_tensors_below_the_limit_of_their_role_are_named(kizami: Run, outputs: tuple[Path, Path]) -> None:
@@ -44,10 +51,31 @@ def test_tensors_below_the_limit_of_their_role_are_named(kizami: Run, outputs: t
     assert kizami("report", outputs[0], "--min-sqnr", "1").code == 0
 
 
+def test_tensors_above_the_limit_of_their_role_are_named_the_worst_first(
+    kizami: Run, outputs: tuple[Path, Path]
+) -> None:
+    rows = sorted(measured(read_report(outputs[0])), key=lambda row: -row["rel_error"])
+    limit = (rows[1]["rel_error"] + rows[2]["rel_error"]) / 2
+    for word in (f"{limit}", f"routed_expert={limit}"):
+        done = kizami("report", outputs[0], "--max-rel-error", word)
+        assert done.code == 1
+        assert f"{rows[0]['name']}: relative error {rows[0]['rel_error']:.4f}, expected at most {limit:g}" in done.err
+        body = kizami("report", outputs[0], "--max-rel-error", word, "--json").json
+        assert [one["name"] for one in body["exceeding"]] == [row["name"] for row in rows[:2]]
+    assert kizami("report", outputs[0], "--max-rel-error", "0", "--max-rel-error", "routed_expert=0.5").code == 0
+
+
+def test_both_limits_are_named_where_both_are_missed(kizami: Run, outputs: tuple[Path, Path]) -> None:
+    done = kizami("report", outputs[0], "--max-rel-error", "0.0001", "--min-sqnr", "99")
+    assert (done.code, "relative error" in done.err, "SQNR" in done.err) == (1, True, True)
+
+
 def test_a_row_with_its_relative_error_alone_is_held_to_the_limit() -> None:
     rows = [{"name": "a", "role": "routed_expert", "rel_error": 0.1}, {"name": "b", "role": "norm", "rel_error": None}]
-    assert below(rows, {"": 20.5}) == [{"name": "a", "role": "routed_expert", "sqnr_db": 20.0, "limit": 20.5}]
-    assert below(rows, {"": 19.5}) == []
+    assert missed(MIN_SQNR, rows, {"": 20.5}) == [
+        {"name": "a", "role": "routed_expert", "sqnr_db": 20.0, "limit": 20.5}
+    ]
+    assert missed(MIN_SQNR, rows, {"": 19.5}) == []
 
 
 def test_a_role_has_its_own_limit_before_that_of_all(kizami: Run, outputs: tuple[Path, Path]) -> None:
@@ -73,7 +101,7 @@ def test_each_limit_is_a_test_of_the_pipeline(kizami: Run, outputs: tuple[Path, 
     assert kizami("report", outputs[0], *words).code == 1
     suite, cases = suite_of((tmp_path / "r.xml").read_text())
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
-    assert cases["relative error at most 0.5"] is None
+    assert cases["relative error of every tensor at most 0.5"] is None
     failure = cases["SQNR of every tensor at least 99 dB"]
     assert failure is not None
     assert failure.get("message") == "240 tensors miss it"

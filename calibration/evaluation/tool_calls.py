@@ -31,13 +31,20 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A call that a turn asks for. accepted: for a parameter, the values of which any will do; optional: parameters
-    that may be left out. "km" and "kilometers" are both right where the set says so."""
+    """A call that a turn asks for. accepted: for a parameter, the values of which any will do, the usual one first;
+    optional: parameters that may be left out. "km" and "kilometers" are both right where the set says so."""
 
     name: str
     arguments: Mapping[str, Any]
     accepted: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
+
+    @property
+    def usual(self) -> Call:
+        """With what must be given, and the first of the accepted values."""
+        given = {key: values[0] for key, values in self.accepted.items() if key not in self.optional}
+        kept = {key: value for key, value in self.arguments.items() if key not in self.optional}
+        return Call(self.name, kept | given)
 
     def met_by(self, call: Call) -> bool:
         values: dict[str, Sequence[Any]] = {key: (value,) for key, value in self.arguments.items()}
@@ -132,6 +139,9 @@ def _conversation(body: Mapping[str, Any], where: str) -> Conversation:
     for call in (call for turn in one.turns for call in turn.calls):
         if one.parameters(call.name) is None:
             raise _bad(where, f"expects a call of {printable(call.name, 60)}, which is none of its tools")
+        if not _fits(one, call.usual):  # no model could be right
+            given = printable(json.dumps(call.usual.arguments), 200)
+            raise _bad(where, f"expects {printable(call.name, 60)}({given}), which that tool's parameters do not allow")
     return one
 
 
@@ -149,7 +159,9 @@ def _turn(turn: object, where: str) -> Turn:
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise _bad(where, f"has messages that are not a list of {{role, content}} with the roles {', '.join(ROLES)}")
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise _bad(where, "has calls that are not a list of {name, arguments} (or with accepted, optional)")
+        raise _bad(
+            where, "has calls that are not a list of {name, arguments} (or with accepted {x: [values]}, optional)"
+        )
     return Turn(tuple(messages), tuple(map(_expected, calls)))
 
 
@@ -165,7 +177,7 @@ def _is_call(call: object) -> bool:
         call.keys() <= {"name", "arguments", "accepted", "optional"}
         and isinstance(call.get("arguments"), dict)
         and isinstance(accepted, dict)
-        and all(isinstance(values, list) for values in accepted.values())
+        and all(isinstance(values, list) and values for values in accepted.values())
         and not accepted.keys() & call["arguments"].keys()
         and isinstance(optional, list)
         and all(isinstance(name, str) for name in optional)
