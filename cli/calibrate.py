@@ -129,7 +129,7 @@ def read_data(
     seed: int,
 ) -> "TokenSet":
     """Of the tokenizer's folder or id, by default SRC; without data, the built-in sample."""
-    from kizami.formats.hub import locate
+    from kizami.formats.hub.cache import locate
 
     ui.progress("reading the data")
     with STOP.held():

@@ -101,7 +101,7 @@ def _read_sets(ui: Ui, checkpoint: "Checkpoint", texts: Texts) -> tuple[list[tup
     """A set of tokens for each file, which is a domain, and warnings."""
     from kizami.cli.calibrate import vocabulary_of
     from kizami.formats.families import find_family
-    from kizami.formats.hub import locate
+    from kizami.formats.hub.cache import locate
     from kizami.formats.serving.model import read_model
 
     ui.progress("reading the data")

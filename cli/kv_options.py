@@ -47,13 +47,16 @@ def check_force(context: typer.Context, file: Path | None, force: bool) -> None:
 
 
 def kv_asked(file: Path | None, force: bool, checkpoint: "Checkpoint") -> "KvAsked | None":
-    """What --kv-scales and --force-kv-scales say. KizamiError as `read_kv_scales`."""
+    """What --kv-scales and --force-kv-scales say. KizamiError as `read_kv_scales` and `check_claims`."""
     if file is None:
         return None
+    from kizami.quantize.kv_scales.assess import check_claims
     from kizami.quantize.kv_scales.merge import KvAsked
     from kizami.quantize.kv_scales.scale_file import read_kv_scales
 
-    return KvAsked(read_kv_scales(file, checkpoint), force)
+    scales = read_kv_scales(file, checkpoint)
+    check_claims(checkpoint, scales)
+    return KvAsked(scales, force)
 
 
 def kv_body(manifest: "Mapping[str, Any]") -> dict[str, Any] | None:

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 def open_source(source: str) -> "Checkpoint":
     from kizami.formats.checkpoint import Checkpoint
-    from kizami.formats.hub import locate
+    from kizami.formats.hub.cache import locate
 
     _refuse_nameless(source, "SRC")
     return Checkpoint.open(locate(source))
 
 
 def finished_output(out: str) -> Path:
-    from kizami.formats.hub import locate
+    from kizami.formats.hub.cache import locate
 
     _refuse_nameless(out, "OUT")
     return locate(out)

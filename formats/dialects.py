@@ -21,6 +21,7 @@ from kizami.formats.foreign import (
     group_weights,
     quantization_configs,
     refuse_other_formats,
+    refuse_transforms,
     shape_text,
     tensor_error,
 )
@@ -151,6 +152,7 @@ def _declared(config: Mapping[str, Any]) -> _Declared:
     channel = False
     scale_fmt: str | None = None
     for path, quant in quantization_configs(config):
+        refuse_transforms(path, quant)
         if (value := quant.get("weight_block_size")) is not None:
             blocks.setdefault(_block(f"{path}.weight_block_size", value), f"{path}.weight_block_size")
         if scale_fmt is None and (scale := quant.get("scale_fmt")) is not None:

@@ -87,6 +87,24 @@ def quantization_configs(config: Mapping[str, Any]) -> tuple[tuple[str, Mapping[
     return tuple(found)
 
 
+def refuse_transforms(path: str, quant: Mapping[str, Any]) -> None:
+    """compressed-tensors' two ways to make a weight something else than its codes times scales: rotated by a Hadamard
+    matrix that engines apply again to inputs and outputs, or half of it left out. KizamiError "unsupported_format"."""
+    transforms, sparsity = quant.get("transform_config"), quant.get("sparsity_config")
+    found: tuple[str, object, str] | None = None
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        found = f"{path}.transform_config", transforms["config_groups"], "none: the weights are rotated"
+    elif isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+        found = f"{path}.sparsity_config.format", sparsity["format"], "dense"
+    if found is not None:
+        raise KizamiError(
+            f"{found[0]} is {printable(repr(found[1]), 80)}, expected {found[2]}",
+            code="unsupported_format",
+            file="config.json",
+            hint="start from a release of the model without it",
+        )
+
+
 def group_weights(path: str, quant: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """`weights` of every compressed-tensors config group."""
     groups = quant.get("config_groups")

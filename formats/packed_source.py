@@ -100,7 +100,6 @@ def _group_sizes(config: Mapping[str, Any], example: TensorInfo) -> frozenset[in
         method = quant.get("quant_method")
         if method not in (None, "compressed-tensors"):
             continue  # its tensors are judged by what they are
-        _refuse_transforms(path, quant)
         for where, group in _groups(path, quant):
             weights = group.get("weights")
             if isinstance(weights, dict) and weights.get("type", "int") == "int":
@@ -146,16 +145,6 @@ def _group_size(where: str, weights: Mapping[str, Any]) -> int:
 def _refuse_format(where: str, name: object) -> None:
     if name not in (None, "pack-quantized", "mixed-precision"):
         raise _unsupported(f"{where}.format", name, "pack-quantized")
-
-
-def _refuse_transforms(path: str, quant: Mapping[str, Any]) -> None:
-    """Both make the weight something else than q * scale: rotated by a Hadamard matrix, or half of it left out."""
-    transforms = quant.get("transform_config")
-    if isinstance(transforms, dict) and transforms.get("config_groups"):
-        raise _unsupported(f"{path}.transform_config", transforms["config_groups"], None)
-    sparsity = quant.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
-        raise _unsupported(f"{path}.sparsity_config.format", sparsity["format"], "dense")
 
 
 def _unsupported(where: str, found: object, expected: object) -> KizamiError:

@@ -382,3 +382,30 @@ def test_every_element_lies_in_the_grid(rows: int, cols: int, b0: int, b1: int) 
     found = pair((rows, cols), grid, {"quantization_config": {"weight_block_size": [b0, b1]}})
     assert found.grid == grid
     assert found.block == (b0, b1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is 'sparse-24-bitmask'"),
+        ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "the weights are rotated"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16"])
+def test_weights_that_are_rotated_or_halved_are_refused_in_every_form(
+    change: dict[str, Any], said: str, dtype: str
+) -> None:
+    """The output's config would not say it, and engines would leave the rotation out."""
+    entries = [("model.layers.0.mlp.up_proj.weight", dtype, (128, 128))]
+    entries += [("model.layers.0.mlp.up_proj.weight_scale", "F32", (128, 1))] if dtype == "F8_E4M3" else []
+    config = ct("channel")
+    config["quantization_config"] |= change
+    error = refusal(config, *entries)
+    assert error.code == "unsupported_format"
+    assert said in error.message
+
+
+def test_empty_transforms_and_dense_sparsity_say_nothing() -> None:
+    config = ct("channel")
+    config["quantization_config"] |= {"transform_config": {}, "sparsity_config": {"format": "dense"}}
+    assert not find(config, ("model.norm.weight", "BF16", (128,))).weights

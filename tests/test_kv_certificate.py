@@ -11,6 +11,7 @@ import pytest
 from kv_scale_fixtures import HIDDEN, KV_HEADS, LAYERS, ROWS, WIDTH, gqa
 
 from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
 from kizami.formats.families import find_family
 from kizami.formats.serving.model import read_model
 from kizami.quantize.kv_scales.certificate import (
@@ -217,8 +218,9 @@ def test_the_scales_of_a_fused_projection_count_together(tmp_path: Path) -> None
         ({}, 1.0),
         ({"rope_scaling": None}, 1.0),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1.0),
-        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, 1.0),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1.0),
+        # vLLM's models/deepseek_v2.py makes deepseek_yarn of every type but the default
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, 1 + 0.1 * math.log(8)),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1 + 0.1 * math.log(8)),
         # Kimi-K2, DeepSeek-V3: both are 1, and cos and sin stay as they are
         ({"rope_scaling": {"type": "yarn", "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}}, 1.0),
         ({"rope_scaling": {"type": "yarn", "factor": 32.0}}, 1 + 0.1 * math.log(32)),
@@ -350,20 +352,21 @@ def test_another_tower_vouches_for_nothing(tower: str, tmp_path: Path) -> None:
 
 
 def test_where_the_config_leaves_open_what_rope_turns_the_larger_reading_counts(tmp_path: Path) -> None:
-    """Glm4Moe turns half of a head where nothing is said, and rope_parameters goes before the top level in transformers
-    only."""
+    """Glm4Moe turns half of a head where nothing is said, Llama knows no such word, and rope_parameters or rope_scaling
+    goes before the top level in transformers only: whatever is said, half and whole heads are reckoned with."""
 
     def bound(name: str, **config: Any) -> float:
         made = bound_of(layers_of(gqa(size=1.0, **config).save(tmp_path / name))[0], "k")
         assert made.value is not None
         return made.value
 
-    half, whole = bound("half", partial_rotary_factor=0.5), bound("whole", partial_rotary_factor=1.0)
-    assert half != whole
-    rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
-    assert bound("unsaid", partial_rotary_factor=None) == max(half, whole)
-    assert bound("both", partial_rotary_factor=1.0, rope_parameters=rope) == max(half, whole)
-    assert bound("agreed", partial_rotary_factor=0.5, rope_parameters=rope) == half
+    unsaid = bound("unsaid", partial_rotary_factor=None)
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    assert bound("half", partial_rotary_factor=0.5) == bound("whole", partial_rotary_factor=1.0) == unsaid
+    quarter = bound("quarter", partial_rotary_factor=0.25)
+    assert quarter >= unsaid
+    assert bound("parameters", partial_rotary_factor=1.0, rope_parameters=rope) == quarter
+    assert bound("scaling", partial_rotary_factor=1.0, rope_scaling=rope) == quarter
 
 
 @pytest.mark.parametrize(
@@ -399,7 +402,7 @@ def test_the_class_decides_what_a_norm_multiplies_with(tmp_path: Path) -> None:
     made = gqa(model_type="llama", architecture="Gemma2ForCausalLM").save(tmp_path / "src")
     for bound in layers_of(made)[0].bounds:
         assert bound.value is None
-        assert "the norms of Gemma2ForCausalLM" in bound.says
+        assert "of the class Gemma2ForCausalLM" in bound.says
 
 
 def test_a_layer_under_two_numbers_vouches_for_nothing(tmp_path: Path) -> None:
@@ -416,7 +419,7 @@ def test_norms_that_may_multiply_with_one_plus_gamma_prove_nothing(tmp_path: Pat
     for bound in layers_of(made)[0].bounds:
         assert bound.value is None
         assert not bound.proves
-        assert "1 + gamma" in bound.says
+        assert "of the class Qwen3NextForCausalLM computes is not known" in bound.says
 
 
 def test_what_is_missing_or_damaged_proves_nothing_and_says_why(tmp_path: Path) -> None:
@@ -447,3 +450,86 @@ def test_a_bound_says_what_it_proves() -> None:
     assert bound.says == "proves that scale 1.0 cannot clip (at most 447, x)"
     assert (bound.proves, bound.on_plateau) == (True, True)
     assert replace(bound, value=448.5).says == "cannot prove (bound 448.5 > 448, x)"
+
+
+# -------------------------------------------------------------------------------------- the class decides what is known
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "said"),
+    [
+        ("qwen3", "LlamaForCausalLM", "LlamaForCausalLM and a config of qwen3 with no latent do not belong together"),
+        ("exaone4", "Exaone4ForCausalLM", "of the class Exaone4ForCausalLM computes is not known"),  # its norms follow
+        ("llama", "LlamaForCausalLMEagle", "of the class LlamaForCausalLMEagle computes is not known"),
+        ("glm4_moe", "Glm4MoeLiteForCausalLM", "is not known"),
+    ],
+)
+def test_a_class_that_is_not_known_or_of_another_config_has_no_certificate(
+    model_type: str, architecture: str, said: str, tmp_path: Path
+) -> None:
+    made = gqa(model_type=model_type, architecture=architecture, bias=False, qk_norm=True)
+    for bound in layers_of(made.save(tmp_path / "src"))[0].bounds:
+        assert bound.value is None
+        assert said in bound.says
+
+
+def test_a_latent_in_a_class_that_has_none_vouches_for_nothing(tmp_path: Path) -> None:
+    made = gqa(model_type="llama", architecture="LlamaForCausalLM", kv_lora_rank=8, qk_rope_head_dim=2)
+    tensors = made.shards["model.safetensors"]
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}.self_attn."
+        tensors[f"{at}kv_a_layernorm.weight"] = make_cases.bf(np.ones(8))
+        tensors[f"{at}kv_a_proj_with_mqa.weight"] = make_cases.bf(np.ones((10, HIDDEN)))
+    for bound in layers_of(made.save(tmp_path / "src"))[0].bounds:
+        assert bound.value is None
+        assert "with a latent do not belong together" in bound.says
+
+
+@pytest.mark.parametrize(
+    "stray",
+    ["model.layers.0.post.input_layernorm.weight", "model.layers.0.zself_attn.x.self_attn.k_proj.weight",
+     "model.layers.0.a.self_attn.v_proj.weight"],
+)  # fmt: skip
+def test_a_deeper_name_stands_for_nothing(stray: str, tmp_path: Path) -> None:
+    alone = layers_of(gqa(size=40.0).save(tmp_path / "alone"))
+    made = gqa(size=40.0)
+    rows = HIDDEN if "norm" in stray else (ROWS, HIDDEN)
+    made.shards["model.safetensors"][stray] = make_cases.bf(np.full(rows, 1e-3))
+    assert [one.bounds for one in layers_of(made.save(tmp_path / "src"))] == [one.bounds for one in alone]
+
+
+@pytest.mark.parametrize("strange", ["qkv_proj.weight", "v_norm.weight", "k_proj.input_scale", "adapter.down.weight"])
+def test_what_may_change_what_is_cached_takes_the_certificate_away(strange: str, tmp_path: Path) -> None:
+    made = gqa()
+    made.shards["model.safetensors"][f"model.layers.0.self_attn.{strange}"] = make_cases.bf(np.ones(4))
+    first, second = layers_of(made.save(tmp_path / "src"))
+    assert {bound.value for bound in first.bounds} == {None}
+    assert all(strange.partition(".")[0] in bound.says for bound in first.bounds)
+    assert all(bound.value is not None for bound in second.bounds)
+
+
+def test_scales_of_the_source_change_no_bound(tmp_path: Path) -> None:
+    plain = layers_of(gqa().save(tmp_path / "plain"))
+    made = gqa()
+    made.shards["model.safetensors"]["model.layers.0.self_attn.attn.k_scale"] = make_cases.f32([0.5])
+    assert [one.bounds for one in layers_of(made.save(tmp_path / "src"))] == [one.bounds for one in plain]
+
+
+def test_odd_numbers_in_a_config_are_named(tmp_path: Path) -> None:
+    made = gqa(rope_parameters={"rope_type": "default", "partial_rotary_factor": [1]})
+    assert "partial_rotary_factor is [1]" in bound_of(layers_of(made.save(tmp_path / "src"))[0], "k").says
+    with pytest.raises(KizamiError, match="qk_rope_head_dim is 63, expected an even number"):
+        layers_of(gqa(kv_lora_rank=8, qk_rope_head_dim=63).save(tmp_path / "odd"))
+
+
+def test_deepseek_yarn_in_a_class_without_a_latent_has_its_mscale() -> None:
+    """vLLM's get_rope makes DeepseekScalingRotaryEmbedding of the word, whatever the class."""
+    rope = {"rope_type": "deepseek_yarn", "factor": 40.0, "mscale": 5.0}
+    assert rope_factor({"rope_scaling": rope}, latent=False) == pytest.approx(1 + 0.5 * math.log(40))
+
+
+def test_an_attn_factor_below_1_lowers_no_bound() -> None:
+    rope = {"rope_type": "yarn", "factor": 40.0}
+    plain = rope_factor({"rope_scaling": rope}, latent=False)
+    assert rope_factor({"rope_scaling": rope | {"attn_factor": 0.5}}, latent=False) == plain
+    assert rope_factor({"rope_scaling": rope | {"attn_factor": 2.0}}, latent=False) == pytest.approx(2 * (plain or 0))

@@ -15,6 +15,7 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.kv_scales.neutral import MAX_BYTES, KvScales
 from kizami.formats.kv_scales.tensors import RECORD, encode_tensors
+from kizami.quantize.kv_scales.assess import assess
 from kizami.quantize.kv_scales.scale_file import read_kv_scales
 
 K0, V0, K1, V1 = (f"model.layers.{layer}.self_attn.{kind}_scale" for layer in (0, 1) for kind in "kv")
@@ -289,3 +290,34 @@ def test_ranks_that_heads_do_not_go_into_are_refused(kizami: Run, tmp_path: Path
     done = kizami(*command, "--tp", 3, "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "tp_does_not_divide")
     assert kizami(*command, "--tp", 4).code == 0
+
+
+# ---------------------------------------------------------------------------------------------- what is claimed of them
+
+
+def certified(folder: Path, size: float) -> tuple[Path, Path]:
+    """A source of that size of weights, and the file that `kv-scales` makes of one whose weights are small."""
+    small = gqa(size=0.02, bias=False).save(folder / "small")
+    file = folder / "kv.json"
+    checkpoint = Checkpoint.open(small)
+    scales = assess(checkpoint, None, "tensor").scales
+    assert {layer.source for layer in scales.layers} == {"certificate"}
+    scales.write(file)
+    return gqa(size=size, bias=False).save(folder / "src"), file
+
+
+def test_a_certificate_holds_for_the_weights_that_it_was_made_of_alone(kizami: Run, tmp_path: Path) -> None:
+    """Two checkpoints of one config.json: a model and its fine-tune."""
+    source, file = certified(tmp_path, size=20.0)
+    refused = kizami("convert", source, tmp_path / "out", "--kv-scales", file, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "kv_scales_mismatch")
+    assert "layer 0 is said to be certified, and these weights give no certificate" in refused.json["error"]["message"]
+    assert not (tmp_path / "out").exists()
+    told = kizami("kv-scales", source, "--from", file, "--json").json
+    assert {layer["source"] for layer in told["layers"]} == {"not calibrated"}
+    assert "these weights give no certificate" in told["layers"][0]["findings"][0]["text"]
+
+
+def test_a_certificate_of_these_weights_goes_into_the_output(kizami: Run, tmp_path: Path) -> None:
+    source, file = certified(tmp_path, size=0.02)
+    assert kizami("convert", source, tmp_path / "out", "--set", "attention=int4", "--kv-scales", file, "-q").code == 0

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import make_cases
 import numpy as np
 import pytest
 from cli_fixtures import Run, files_of
@@ -147,9 +148,9 @@ def test_scales_of_the_source_are_replaced_and_it_is_said(tmp_path: Path, scheme
     source = Checkpoint.open(made.save(tmp_path / "src"))
     policy = Policy(to="fp8") if scheme == "fp8" else Policy()
     plan = plan_of(source, scales_of(source), policy)
-    assert "3 KV scales of the source are replaced by --kv-scales" in plan.warnings
+    assert "2 KV scales of the source are replaced by --kv-scales" in plan.warnings
     found = convert(plan, source, tmp_path / "out")
-    assert len(kv_tensors(found)) == 4
+    assert len(kv_tensors(found)) == 5  # with the next-token layer's, which no file of scales has
     assert kv_tensors(found)[K0][2] == [0.5]
     assert verify(found.root, against=source).ok
 
@@ -556,3 +557,16 @@ def test_a_scale_of_the_source_that_no_engine_could_use_is_not_copied(tmp_path: 
 @pytest.mark.parametrize("odd", [{"config_sha256": "0" * 64}, {"architecture": "X"}, {"statistics_sha256": "1" * 64}])
 def test_scales_of_another_source_are_found_by_verify(source: Checkpoint, converted: Path, odd: dict[str, Any]) -> None:
     assert codes(converted, kv_scales=replace(scales_of(source), **odd)) == {"other_kv_scales"}
+
+
+def test_scales_that_are_not_of_the_models_cache_stay(tmp_path: Path) -> None:
+    """An adapter's, a vision tower's, the indexer's: `k_scale` is a common name."""
+    made = glm4(CARRIED, kv_cache_scheme=SCHEME)
+    strange = ["model.layers.0.mlp.adapter.k_scale", "visual.blocks.0.attn.k_scale",
+               "model.layers.0.self_attn.indexer.k_scale"]  # fmt: skip
+    for name in strange:
+        made.shards["model-00001-of-00003.safetensors"][name] = make_cases.f32([3.0])
+    source = Checkpoint.open(made.save(tmp_path / "src"))
+    found = convert(plan_of(source, scales_of(source)), source, tmp_path / "out")
+    assert set(strange) <= found.tensors.keys()
+    assert verify(found.root, against=source).ok

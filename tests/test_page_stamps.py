@@ -232,3 +232,55 @@ def test_only_full_pages_can_be_asked_for() -> None:
 def test_rows_that_are_not_whole_words_are_refused() -> None:
     with pytest.raises(KizamiError, match="rows of 132 bytes, expected a multiple of 8"):
         row_hashes(torch.zeros(1, 132, dtype=torch.uint8), torch.tensor([0]))
+
+
+# ----------------------------------------------------------------------------------------------------- padding and ends
+
+
+def test_padding_of_a_slot_mapping_stamps_no_page() -> None:
+    stamps = Stamps(16, 4)
+    pages, tags, tokens = torch.tensor([[15]]).int(), torch.tensor([[7]]).int(), torch.tensor([4])
+    stamps.write(torch.tensor([15]), torch.tensor([7]), torch.tensor([0]))
+    continued = stamps.write(
+        torch.tensor([3, -1, 99]), torch.tensor([5, 5, 5]), torch.tensor([1, 1, 1]), first=torch.tensor([0, 2, 2])
+    )
+    assert continued.tolist() == [False, False, False]
+    assert stamps.check(pages, tags, tokens, 4).tolist() == [False]
+    assert stamps.check(torch.tensor([[3]]).int(), torch.tensor([[5]]).int(), tokens, 4).tolist() == [False]
+
+
+def test_a_row_longer_than_its_table_is_in_the_log() -> None:
+    stamps = Stamps(16)
+    stamps.write(torch.tensor([1]), torch.tensor([5]), torch.tensor([0]))
+    asked = torch.tensor([[1]]).int(), torch.tensor([[5]]).int(), torch.tensor([65]), 64
+    assert stamps.check(*asked).tolist() == [True]
+    assert [(one.request, one.position, one.page) for one in stamps.mismatches(*asked)] == [(0, 1, -1)]
+
+
+def test_pages_of_other_slots_than_the_stamps_have_are_refused() -> None:
+    stamps = Stamps(16, 64)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(KizamiError, match="pages of 32 tokens, and 64 stamps a page"):
+        stamps.check(one, one, torch.tensor([10]), 32)
+    with pytest.raises(KizamiError, match=r"owners \[1\], expected \[1, 1\]"):
+        stamps.check(one, one, torch.tensor([10]), 64, one[0])
+
+
+def test_a_page_that_grew_beyond_its_slots_is_bad() -> None:
+    pool = torch.arange(4 * 4 * 16, dtype=torch.uint8).view(4, 4, 16)
+    hashes, one = PageHashes(4, 4), torch.tensor([1])
+    hashes.take(pool, one, torch.tensor([4]))
+    assert hashes.check(pool, one, full_only=True).tolist() == [False]
+    hashes.append(one, pool[1, :1])
+    assert hashes.check(pool, one, full_only=True).tolist() == [True]
+    hashes.take(pool, one, torch.tensor([9]))
+    assert hashes.check(pool, one, torch.tensor([4])).tolist() == [True]
+
+
+def test_a_page_that_does_not_exist_is_bad_and_takes_no_hash() -> None:
+    pool = torch.arange(4 * 4 * 16, dtype=torch.uint8).view(4, 4, 16)
+    hashes, last = PageHashes(4, 4), torch.tensor([3])
+    hashes.take(pool, last, torch.tensor([4]))
+    hashes.append(torch.tensor([-1, 4]), pool[0, :2])
+    hashes.reset(torch.tensor([-1]))
+    assert hashes.check(pool, torch.tensor([3, -1, 4])).tolist() == [False, True, True]

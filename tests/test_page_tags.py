@@ -342,5 +342,27 @@ def test_shapes_that_torch_would_broadcast_are_refused(
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
 def test_tags_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
     """As u32 they would all be other numbers."""
-    with pytest.raises(KizamiError, match=r"expected .* int32"):
+    with pytest.raises(KizamiError, match=r"expected int32"):
         check(PageTags(8), torch.ones(1, 1, dtype=torch.int32), torch.ones(1, 1, dtype=dtype))
+
+
+def test_a_row_that_is_full_is_aborted_by_every_check_from_then_on() -> None:
+    tags, tables = PageTags(8), BlockTables(2, 2)
+    for page in (1, 2, 3):
+        got = tags.acquire([page])
+        tables.append(torch.tensor([0]), torch.tensor([page]), got)
+    assert tables.check(tags).tolist() == [True, False]
+    assert tables.pages.tolist()[1] == [0, 0]
+
+
+def test_flat_lists_of_other_shapes_or_types_are_refused() -> None:
+    tags, pages = PageTags(8), torch.tensor([1, 2])
+    captured, request = tags.acquire(pages), torch.tensor([0, 1])
+    assert check_pages(tags, pages, captured, request, 2).tolist() == [False, False]
+    for wrong in (captured[:1], captured.long()):
+        with pytest.raises(KizamiError, match="expected int32 of the same shape"):
+            check_pages(tags, pages, wrong, request, 2)
+    with pytest.raises(KizamiError, match=r"expected \[N\]"):
+        check_pages(tags, pages[:, None], captured[:, None], request, 2)
+    with pytest.raises(KizamiError, match="expected int32 or int64"):
+        check(tags, pages[None].to(torch.int16), captured[None])

@@ -68,6 +68,8 @@ def read_model(config: Mapping[str, Any], family: Family) -> ServedModel:
     index_layers = index_dim = kv_heads = head_dim = rope = 0
     if latent:
         rope = _number(text, "qk_rope_head_dim", low=1)
+        if rope % 2:
+            raise bad_config("qk_rope_head_dim", rope, "an even number: RoPE turns pairs")
         attention = Attention.MLA
         if text.get("index_topk") is not None and architecture in DSA_CLASSES:
             attention = Attention.DSA

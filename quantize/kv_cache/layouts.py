@@ -262,11 +262,12 @@ def gqa_rows(
 
 
 def _per_head(scale: float | Sequence[float], heads: int, name: str) -> tuple[float, ...]:
-    if isinstance(scale, int | float):
-        return (float(scale),) * heads
-    if len(scale) != heads:
-        raise ValueError(f"{name}: {len(scale)} scales, expected one, or {heads}, one per KV head")
-    return tuple(float(s) for s in scale)
+    values = torch.as_tensor(scale, dtype=torch.float64)  # numbers of NumPy and torch, too
+    if values.ndim == 0:
+        return (float(values),) * heads
+    if values.shape != (heads,):
+        raise ValueError(f"{name}: {len(values)} scales, expected one, or {heads}, one per KV head")
+    return tuple(values.tolist())
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:

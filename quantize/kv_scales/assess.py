@@ -81,6 +81,23 @@ def assess(
     return Assessment(model, scales, layers, mtp, find_prefix(checkpoint.tensors), stats_sha256)
 
 
+def check_claims(checkpoint: Checkpoint, scales: KvScales) -> None:
+    """A certificate is only as good as the weights that it was made from, and a config alone does not tell whose they
+    are. KizamiError "kv_scales_mismatch" for a layer that `scales` call certified and these weights do not."""
+    if all(layer.source != "certificate" for layer in scales.layers):
+        return
+    for layer in assess(checkpoint, None, scales.granularity, scales).layers:
+        claimed = scales.layers[layer.scales.layer].source
+        if claimed == "certificate" and layer.scales.source != "certificate":
+            why = "; ".join(f"{bound.what} {bound.says}" for bound in layer.bounds if not bound.proves)
+            raise KizamiError(
+                f"layer {layer.scales.layer} is said to be certified, and these weights give no certificate: "
+                f"{why or 'its scales are not 1.0, or the weights lie below what scale 1.0 keeps'}",
+                code="kv_scales_mismatch",
+                hint="make them with kizami kv-scales SRC, of this source",
+            )
+
+
 def _check_model(model: ServedModel, granularity: Granularity) -> None:
     if model.kv_heads > MAX_HEADS:
         raise bad_config("num_key_value_heads", model.kv_heads, f"at most {MAX_HEADS}")

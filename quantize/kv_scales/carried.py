@@ -15,10 +15,11 @@ from kizami.formats.kv_scales.neutral import float32_scale
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.unpack import as_float32
 
-# Whatever attention module an engine or a tool puts before it: attn, attn_mqa, k_proj, ...; Quark's are output_scale
-K_NAMES = re.compile(r"(.*\.)?k_scale|(.*\.)?k_proj\.output_scale")
-V_NAMES = re.compile(r"(.*\.)?v_scale|(.*\.)?v_proj\.output_scale")
-BOTH_NAMES = re.compile(r"(.*\.)?kv_scale")
+# Behind `self_attn.`: with the module that an engine or a tool puts before it, if any: attn, attn_mqa, k_proj, ...;
+# Quark's are output_scale. An indexer's keys have a cache, and a scale, of their own.
+K_NAMES = re.compile(r"(?:(?!indexer\.|v_proj\.)\w+\.)?k_scale|k_proj\.output_scale")
+V_NAMES = re.compile(r"(?:(?!indexer\.|k_proj\.)\w+\.)?v_scale|v_proj\.output_scale")
+BOTH_NAMES = re.compile(r"(?:(?!indexer\.)\w+\.)?kv_scale")
 Read = Callable[[TensorInfo], NDArray[np.uint8]]
 VALUES_SHOWN = 4
 FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
@@ -37,7 +38,22 @@ class Carried:
 
 
 def is_kv_scale(name: str) -> bool:
-    return any(form.fullmatch(name) for form in (K_NAMES, V_NAMES, BOTH_NAMES))
+    """Whether a tensor of this name is the scale of a layer's KV cache; `mlp.adapter.k_scale` is none."""
+    _, marked, rest = name.partition(".self_attn.")
+    return bool(marked) and is_scale_of_attention(rest)
+
+
+def is_scale_of_attention(rest: str) -> bool:
+    """rest: what follows `self_attn.`"""
+    return any(form.fullmatch(rest) for form in (K_NAMES, V_NAMES, BOTH_NAMES))
+
+
+def is_scale_of_layers(name: str, prefix: str, layers: int) -> bool:
+    """Whether it is that of one of the first `layers` layers under `prefix`: not of a tower beside them, and not of the
+    next-token layers behind them, which no file of scales has."""
+    head, _, _ = name.partition(".self_attn.")
+    number = head.removeprefix(prefix)
+    return is_kv_scale(name) and head == prefix + number and number.isdecimal() and int(number) < layers
 
 
 def floats(info: TensorInfo, raw: NDArray[np.uint8]) -> NDArray[np.float64]:

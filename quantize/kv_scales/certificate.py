@@ -132,8 +132,9 @@ def rope_factor(text: Any, *, latent: bool) -> float | None:
     is not known to keep lengths. `text`: the text config. latent: whether the class is one with a latent.
 
     transformers modeling_rope_utils.py. SGLang and vLLM: classes with a latent take `DeepseekScalingRotaryEmbedding`,
-    which divides with one of mscale and mscale_all_dim missing, where transformers does not; others take
-    `YaRNScalingRotaryEmbedding`, which knows neither. longrope has four readings, and none is sure.
+    which divides with one of mscale and mscale_all_dim missing, where transformers does not; vLLM does so for every
+    rope type but `default` (models/deepseek_v2.py). Others take `YaRNScalingRotaryEmbedding`, which knows neither, but
+    for the type `deepseek_yarn`. Some leave attn_factor aside. longrope has four readings, and none is sure.
     """
     holders = [rope for key in ("rope_parameters", "rope_scaling") if (rope := text.get(key))]
     factors = [_factor_of(text, rope, latent) for rope in holders]  # readers differ in which goes before the other
@@ -145,9 +146,10 @@ def _factor_of(text: Any, rope: Any, latent: bool) -> float | None:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return None
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind in ("default", "linear", "dynamic", "llama3", "mrope"):
+    keeps = kind in ("linear", "dynamic", "llama3", "mrope")
+    if kind == "default" or (keeps and not latent):
         return 1.0
-    if kind not in ("yarn", "deepseek_yarn"):
+    if not keeps and kind not in ("yarn", "deepseek_yarn"):
         return None
     words = ("factor", "attention_factor", "attn_factor", "mscale", "mscale_all_dim")
     numbers = {key: _positive(rope.get(key)) for key in words}
@@ -157,19 +159,25 @@ def _factor_of(text: Any, rope: Any, latent: bool) -> float | None:
         numbers["factor"] = _stretch(text, rope)  # as transformers fills it in
         if numbers["factor"] is None:
             return None
-    return _yarn(numbers, latent) * (numbers["attn_factor"] or 1.0)
+    read = [_deepseek(numbers)] if latent or kind == "deepseek_yarn" else []
+    if not keeps:
+        read.append(_transformers(numbers))
+    if not latent:
+        read.append(_mscale(numbers["factor"], 1.0))
+    return max(1.0, *read) * max(1.0, numbers["attn_factor"] or 1.0)
 
 
-def _yarn(numbers: dict[str, float | None], latent: bool) -> float:
+def _transformers(numbers: dict[str, float | None]) -> float:
     factor, given = numbers["factor"] or 1.0, numbers["attention_factor"]
     mscale, all_dim = numbers["mscale"], numbers["mscale_all_dim"]
-    in_transformers = (
-        given or _mscale(factor, mscale) / _mscale(factor, all_dim)
-        if given or (mscale and all_dim)
-        else _mscale(factor, 1.0)
-    )
-    in_engines = _mscale(factor, mscale or 1.0) / _mscale(factor, all_dim or 0.0) if latent else _mscale(factor, 1.0)
-    return max(in_transformers, in_engines)
+    if given is not None:
+        return given
+    return _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+
+
+def _deepseek(numbers: dict[str, float | None]) -> float:
+    factor = numbers["factor"] or 1.0
+    return _mscale(factor, numbers["mscale"] or 1.0) / _mscale(factor, numbers["mscale_all_dim"] or 0.0)
 
 
 def _mscale(factor: float, mscale: float | None) -> float:

@@ -91,7 +91,10 @@ def choose_layer(
     proved = _is_proved(source.bounds, windows, findings)
     carried = source.carried
     ones = (1.0,) * heads
-    if given is not None:
+    if given is not None and given.source == "certificate" and not (proved and set(given.values) == {1.0}):
+        scales = replace(given, source="not calibrated")
+        findings.append(KvFinding("flag", "scales said to be certified: these weights give no certificate"))
+    elif given is not None:
         scales = given
     elif proved and (model.is_mla or measured is None or _are_ones(measured)):
         scales = LayerScales(source.layer, ones, ones, "certificate")

@@ -20,7 +20,7 @@ from kizami.formats.kv_scales.neutral import KvScales, LayerScales
 from kizami.formats.kv_scales.tensors import find_prefix, kv_cache_scheme, scale_tensors
 from kizami.formats.serving.model import read_model
 from kizami.formats.tensors import TensorInfo, TensorSpec
-from kizami.quantize.kv_scales.carried import is_kv_scale
+from kizami.quantize.kv_scales.carried import is_kv_scale, is_scale_of_layers
 from kizami.quantize.kv_scales.statement import is_uncalibrated, statement
 from kizami.quantize.manifest import kv_scales_of
 from kizami.quantize.plan import KvMerge, Step
@@ -70,7 +70,7 @@ def merge_scales(
         written = tensors_of((step.module for step in steps), scales)
     if written:
         _check_place(policy, steps)
-    kept, replaced = _without_scales(steps)
+    kept, replaced = _without_scales(steps, len(scales.layers) if written else None)
     reasons = {layer.layer: scale_reason(layer) for layer in scales.layers}
     made = [_step(name, values, family, reasons) for name, values in sorted(written.items())]
     merge = KvMerge(scales.document(), statement(scales, bool(made)), why, len(made))
@@ -125,9 +125,15 @@ def _check_place(policy: Policy, steps: Sequence[Step]) -> None:
         )
 
 
-def _without_scales(steps: Sequence[Step]) -> tuple[list[Step], int]:
-    """Those of the source go: two scales for one cache would be two truths."""
-    gone = {step.weight.name for step in steps if step.outputs and is_kv_scale(step.weight.name)}
+def _without_scales(steps: Sequence[Step], layers: int | None) -> tuple[list[Step], int]:
+    """Those of the source's first `layers` layers go: two scales for one cache would be two truths. None: all go, the
+    output has no scheme that they would need."""
+    names = {step.weight.name for step in steps if step.outputs}
+    if layers is None:
+        gone = set(filter(is_kv_scale, names))
+    else:
+        prefix = find_prefix(step.weight.name for step in steps)
+        gone = {name for name in names if is_scale_of_layers(name, prefix, layers)}
     kept = [
         replace(step, action="drop", reason="KV scale of the source, replaced by --kv-scales", outputs=())
         if step.weight.name in gone

@@ -13,7 +13,7 @@ import numpy as np
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.dialects import Dialect, ScaledWeight, find_encoded_weights
 from kizami.formats.errors import printable
-from kizami.formats.families import KNOWN_FAMILIES, Family, Role
+from kizami.formats.families import Family
 from kizami.formats.fused_experts import split_fused_experts
 from kizami.formats.kv_scales.tensors import find_prefix
 from kizami.formats.reader import TensorReader
@@ -21,7 +21,7 @@ from kizami.formats.serving.model import ServedModel
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.decode import float32_weight
-from kizami.quantize.kv_scales.carried import FLOATS, Carried, floats, layer_scales
+from kizami.quantize.kv_scales.carried import FLOATS, Carried, floats, is_scale_of_attention, layer_scales
 from kizami.quantize.kv_scales.certificate import (
     F64,
     Bound,
@@ -31,20 +31,16 @@ from kizami.quantize.kv_scales.certificate import (
     rotated_linear_bound,
     rotated_norm_bound,
 )
+from kizami.quantize.kv_scales.known_classes import KNOWN_CLASSES, KNOWN_MODULES, KnownClass
+from kizami.quantize.kv_scales.rule import E4M3_MAX
 from kizami.quantize.plan import Step
 from kizami.quantize.source_rows import SOURCE_VIEWS, opened, read_scales
 
-# Norms that multiply with gamma as it is stored. Gemma's and Qwen3-Next's multiply with 1 + gamma: none of these do.
-PLAIN_NORMS = KNOWN_FAMILIES | {
-    "deepseek_v2", "exaone4", "glm4", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-}  # fmt: skip
-PLAIN_STEMS = {name.replace("_", "") for name in PLAIN_NORMS}
-# transformers' classes with a QK-norm whatever the config says, and those with one where `use_qk_norm` is true; others
-# do not know that key.
-NORMED_KEYS = frozenset({"exaone4", "qwen3", "qwen3_moe"})
-MAY_NORM_KEYS = frozenset({"glm4_moe"})
 # SGLang's and vLLM's QKVParallelLinear and fused_qkv_a_proj_with_mqa
 FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+# An engine that makes FP8 of weights as it loads them (--quantization fp8) has one scale for what it fuses, which a
+# projection may set that is not read here. Weights of up to this are reckoned with; real ones stay below 10.
+LARGEST_PLAIN_WEIGHT = 100.0
 MAX_WEIGHTS = 1 << 28  # of one matrix: the largest known K projection has 2^23
 
 
@@ -82,21 +78,21 @@ def read_layers(checkpoint: Checkpoint, family: Family, model: ServedModel) -> t
 
 
 def attention_names(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, str]]:
-    """Layer -> what follows `layers.N.`, `self_attn.` cut off -> the tensor's whole name; of the language model, and
-    of next-token layers wherever they are."""
+    """Layer -> what follows `layers.N.`, `self_attn.` cut off -> the tensor's whole name; of the language model and
+    the next-token layers behind it."""
     found: dict[int, dict[str, str]] = {}
     prefix = find_prefix(tensors)
     for name in tensors:
-        if ".self_attn." not in name and ".input_layernorm." not in name:
+        head, attention, rest = name.partition(".self_attn.")
+        if not attention:
+            head, norm, rest = name.partition(".input_layernorm.")
+            rest = f"input_layernorm.{rest}"
+            if not norm:
+                continue
+        layer = family.place(name).layer
+        if layer is None or head != f"{prefix}{layer}":  # a deeper name, a vision tower, a draft model
             continue
-        place = family.place(name)
-        if place.layer is None or place.role is Role.VISION:
-            continue
-        if not name.startswith(f"{prefix}{place.layer}.") and place.layer not in family.mtp_layers:
-            continue
-        marker = ".self_attn." if ".self_attn." in name else "."
-        rest = name.rpartition(marker)[2] if marker != "." else name[name.rindex("input_layernorm") :]
-        found.setdefault(place.layer, {})[rest] = name
+        found.setdefault(layer, {})[rest] = name
     return found
 
 
@@ -112,10 +108,7 @@ class _Source:
         """Of one layer, by its tensors' names."""
         text = self.family.text_config
         kinds = ("latent", "k_pe") if self.model.is_mla else ("k", "v")
-        kind, stem = str(text.get("model_type") or self.family.name), _stem(self.model.architecture)
-        if kind not in PLAIN_NORMS or stem not in PLAIN_STEMS:  # engines go by the class
-            name = printable(self.model.architecture if kind in PLAIN_NORMS else self.family.name, 40)
-            why = f"whether the norms of {name} multiply with gamma or 1 + gamma is not known"
+        if (why := self._unknown(names)) is not None:
             return tuple(Bound(kind, None, why) for kind in kinds)
         if (eps := text.get("rms_norm_eps")) is not None and (type(eps) not in (int, float) or not 0 <= eps < 1):
             why = f"rms_norm_eps is {printable(repr(eps), 40)}, expected a number from 0 to 1"
@@ -123,6 +116,25 @@ class _Source:
         factor = rope_factor(text, latent=self.model.is_mla)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite proves nothing
             return self._latent(names, factor) if self.model.is_mla else self._heads(names, factor)
+
+    def _unknown(self, names: Mapping[str, str]) -> str | None:
+        """Why nothing can be said of this class, or of this layer's attention; None where its computation is known."""
+        known, kind = self.known, str(self.family.text_config.get("model_type") or self.family.name)
+        architecture = printable(self.model.architecture, 60)
+        if known is None:
+            return f"what attention of the class {architecture} computes is not known here"
+        if kind not in known.types or known.latent != self.model.is_mla:
+            has = "a latent" if self.model.is_mla else "no latent"
+            return f"the class {architecture} and a config of {printable(kind, 40)} with {has} do not belong together"
+        heads = {rest.partition(".")[0] for rest in names if not is_scale_of_attention(rest)}
+        if strange := sorted(heads - KNOWN_MODULES - {"input_layernorm"}):
+            return f"its attention has {printable(strange[0], 60)}, and what that does is not known here"
+        static = next((rest for rest in sorted(names) if rest.endswith(".input_scale")), None)
+        return None if static is None else f"a static {static}: what it rounds away is not bounded here"
+
+    @property
+    def known(self) -> KnownClass | None:
+        return KNOWN_CLASSES.get(self.model.architecture)
 
     def _latent(self, names: Mapping[str, str], factor: float | None) -> tuple[Bound, ...]:
         model = self.model
@@ -183,8 +195,8 @@ class _Source:
 
     def _norms_keys(self) -> bool:
         """Whether the class has a norm behind k_proj; a k_norm.weight that it leaves aside bounds nothing."""
-        kind = self.family.text_config.get("model_type")
-        return kind in NORMED_KEYS or (kind in MAY_NORM_KEYS and self.family.text_config.get("use_qk_norm") is True)
+        how = "never" if self.known is None else self.known.norms_keys
+        return how == "always" or (how == "asked" and self.family.text_config.get("use_qk_norm") is True)
 
     def _v(self, names: Mapping[str, str]) -> Bound:
         read = self._linear(names, "v_proj", self.model.kv_heads * self.model.head_dim, 1.0)
@@ -218,7 +230,7 @@ class _Source:
             return f"{module} is {step.weight.dtype}"
         with opened(step, self.reader, Buffers(0)) as source:
             weight = float32_weight(source.rows, source.grid, source.block).astype(np.float64)
-        return weight, gamma, bias, self._largest_scale(names, module)
+        return weight, gamma, bias, max(self._largest_scale(names, module), LARGEST_PLAIN_WEIGHT / E4M3_MAX)
 
     def _largest_scale(self, names: Mapping[str, str], module: str) -> float:
         """Of all FP8 projections that engines fuse with this one; 0 of none."""
@@ -247,23 +259,19 @@ class _Source:
         return layer_scales(infos, self.model.kv_heads, self.reader.read)
 
 
-def _stem(architecture: str) -> str:
-    """`glm4moe` of `Glm4MoeForCausalLM`."""
-    return architecture.partition("For")[0].lower()
-
-
 ROPE_UNKNOWN = "whether this rope type scales cos and sin is not known"
 
 
 def _rotary(text: Mapping[str, Any], head_dim: int) -> tuple[int, ...] | str:
     """How many of a head's channels RoPE may turn, one number for each reading of the config; or why not.
 
-    Where nothing is said the class decides (Glm4Moe 0.5, most others 1), and where two places differ the reader does.
+    Where nothing is said the class decides (Glm4Moe 0.5, most others 1), some classes do not know the word, and where
+    places differ the reader does.
     """
-    rope = text.get("rope_parameters")
-    holders = (text, rope if isinstance(rope, dict) else {})
-    shares = {h["partial_rotary_factor"] for h in holders if h.get("partial_rotary_factor") is not None} or {0.5, 1.0}
-    for share in shares:
+    ropes = (text.get("rope_parameters"), text.get("rope_scaling"))
+    holders = (text, *(rope for rope in ropes if isinstance(rope, dict)))
+    said = [h["partial_rotary_factor"] for h in holders if h.get("partial_rotary_factor") is not None]
+    for share in said:
         if type(share) not in (int, float) or not 0 < share <= 1:
             return f"partial_rotary_factor is {printable(repr(share), 40)}, expected a number above 0, at most 1"
-    return tuple(sorted(int(head_dim * share) // 2 * 2 for share in shares))
+    return tuple(sorted({int(head_dim * share) // 2 * 2 for share in (*said, 0.5, 1.0)}))

@@ -20,7 +20,7 @@ from kizami.formats.kv_scales.tensors import RECORD, find_prefix
 from kizami.formats.serving.model import ServedModel, compared_type, read_model
 from kizami.formats.strict_json import parse_json_object
 from kizami.formats.tensors import TensorInfo
-from kizami.quantize.kv_scales.carried import Carried, is_kv_scale, layer_scales, spread
+from kizami.quantize.kv_scales.carried import Carried, is_scale_of_attention, layer_scales, spread
 
 LEAST, MOST = 1e-6, 1e3  # 448 times these: below any cache's plateau, above any activation that BF16 models have
 
@@ -101,7 +101,7 @@ def _carried(header: Header, raw: bytes, family: Family, model: ServedModel) -> 
     for info in header.tensors:
         _, _, rest = info.name.partition(".self_attn.")
         layer = family.place(info.name).layer
-        if not is_kv_scale(rest) or layer is None:
+        if not is_scale_of_attention(rest) or layer is None:
             raise _bad_tensor(info, "is not the KV scale of a layer", "bad_kv_scales")
         if info.name != f"{prefix}{layer}.self_attn.{rest}":
             raise _bad_tensor(info, f"expected {prefix}{layer}.self_attn.{rest}: one model's scales", "bad_kv_scales")

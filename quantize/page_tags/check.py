@@ -47,7 +47,12 @@ def check_pages(
     tags: PageTags, pages: torch.Tensor, captured: torch.Tensor, request: torch.Tensor, requests: int
 ) -> torch.Tensor:
     """bool [requests], the same for a flat list of just the pages that a step will read (the top-k of sparse attention,
-    or ragged tables): pages, captured, request (int64, the row of each) are [N]."""
+    or ragged tables): pages, captured, request (int64, the row of each, below `requests`) are [N]. KizamiError as
+    `check`."""
+    if pages.ndim != 1 or request.shape != pages.shape:
+        found = f"pages {list(pages.shape)} and request {list(request.shape)}"
+        raise KizamiError(f"{found}, expected [N] and [N]", code="page_tags")
+    check_captured(pages, captured)
     bad = _bad_tags(tags, pages, captured)
     return torch.zeros(requests, dtype=torch.int32, device=bad.device).index_add_(0, request, bad.int()) > 0
 
@@ -80,15 +85,20 @@ def check_shapes(
     pages: torch.Tensor, captured: torch.Tensor, lengths: torch.Tensor | None, first: torch.Tensor | None
 ) -> None:
     """What torch would broadcast in silence, or compare as other numbers. Reads no values. KizamiError "page_tags"."""
-    if pages.ndim != 2 or captured.shape != pages.shape or captured.dtype != torch.int32:
-        raise KizamiError(
-            f"pages {list(pages.shape)} and captured tags {captured.dtype} {list(captured.shape)}, expected [R, P] and "
-            "int32 [R, P]",
-            code="page_tags",
-        )
+    if pages.ndim != 2:
+        raise KizamiError(f"pages {list(pages.shape)}, expected [R, P]", code="page_tags")
+    check_captured(pages, captured)
     for name, each in (("lengths", lengths), ("first", first)):
         if each is not None and each.shape != pages.shape[:1]:
             raise KizamiError(f"{name} {list(each.shape)}, expected {list(pages.shape[:1])}", code="page_tags")
+
+
+def check_captured(pages: torch.Tensor, captured: torch.Tensor) -> None:
+    if pages.dtype not in (torch.int32, torch.int64):
+        raise KizamiError(f"pages are {pages.dtype}, expected int32 or int64", code="page_tags")
+    if captured.shape != pages.shape or captured.dtype != torch.int32:
+        found = f"captured tags {captured.dtype} {list(captured.shape)} of pages {list(pages.shape)}"
+        raise KizamiError(f"{found}, expected int32 of the same shape", code="page_tags")
 
 
 def _bad_tags(tags: PageTags, pages: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:
@@ -139,8 +149,9 @@ class BlockTables:
         self.lengths[row] = end
 
     def append(self, rows: torch.Tensor, pages: torch.Tensor, tags: torch.Tensor) -> None:
-        """One page more for each of some rows, none of them twice: what a decode step adds. No wait for the device."""
-        places = self.lengths[rows].long()
+        """One page more for each of some rows, none of them twice: what a decode step adds. No wait for the device: a
+        row that is full already grows beyond the table, and every check aborts it."""
+        places = self.lengths[rows].long().clamp(max=self.pages.shape[1] - 1)
         self.pages[rows, places] = pages.to(torch.int32)
         self.tags[rows, places] = tags
         self.lengths[rows] += 1

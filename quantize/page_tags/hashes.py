@@ -38,32 +38,50 @@ def page_hashes(pool: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -
     """int64 [N]: the hashes of the first `filled` (int [N]) rows of pages (int [N]) of a pool uint8 [pages, slots,
     bytes]."""
     slots = torch.arange(pool.shape[1], device=pool.device)
-    hashes = row_hashes(pool[pages], slots.expand(len(pages), -1))
+    hashes = row_hashes(pool[pages.long()], slots.expand(len(pages), -1))
     return hashes.masked_fill_(slots >= filled[:, None], 0).sum(-1)
 
 
 class PageHashes:
-    """The hash that each page ought to have: `sums` int64 [pages], over its first `filled` int32 [pages] rows."""
+    """The hash that each page ought to have: `sums` int64 [pages], over its first `filled` int32 [pages] rows.
+
+    Ids out of range (the padding of a slot mapping) are left out of what is written, and are bad in a check.
+    """
 
     def __init__(self, pages: int, slots: int, *, device: torch.device | str = "cpu") -> None:
         self.slots = slots
-        self.sums = torch.zeros(pages, dtype=torch.int64, device=device)
-        self.filled = torch.zeros(pages, dtype=torch.int32, device=device)
+        self.pages = pages
+        self._sums = torch.zeros(pages + 1, dtype=torch.int64, device=device)  # the last one takes what is left out
+        self._filled = torch.zeros(pages + 1, dtype=torch.int32, device=device)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        return self._sums[: self.pages]
+
+    @property
+    def filled(self) -> torch.Tensor:
+        return self._filled[: self.pages]
+
+    def _rows(self, pages: torch.Tensor) -> torch.Tensor:
+        return torch.where((pages >= 0) & (pages < self.pages), pages.long(), self.pages)
 
     def reset(self, pages: torch.Tensor) -> None:
         """For pages that were just acquired: empty."""
-        self.sums[pages] = 0
-        self.filled[pages] = 0
+        self._sums[self._rows(pages)] = 0
+        self._filled[self._rows(pages)] = 0
 
     def append(self, pages: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows uint8 [n, bytes] were written into the next slot of pages int64 [n], none of them twice."""
-        self.sums[pages] += row_hashes(rows, self.filled[pages])
-        self.filled[pages] += 1
+        """Rows uint8 [n, bytes] were written into the next slot of pages int64 [n], none of them twice. A page that was
+        full before is bad from then on."""
+        ids = self._rows(pages)
+        self._sums[ids] += row_hashes(rows, self._filled[ids])
+        self._filled[ids] += 1
 
     def take(self, pool: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
         """Hash the first `filled` rows as they are now: of pages that were written in one go, such as a prefill's."""
-        self.sums[pages] = page_hashes(pool, pages, filled)
-        self.filled[pages] = filled.to(torch.int32)
+        ids = self._rows(pages)
+        self._sums[ids] = page_hashes(pool, pages.clamp(0, self.pages - 1), filled)
+        self._filled[ids] = filled.to(torch.int32)
 
     def check(
         self, pool: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor | None = None, *, full_only: bool = False
@@ -71,9 +89,11 @@ class PageHashes:
         """bool [N], True for pages (int64 [N]) whose content is not what was hashed. rows: int [N], how many of each
         the reader will read: a page of which fewer were written is bad, whatever is in it. full_only: pages that still
         grow pass, since a step may be writing into them; leave them out of `pages` to save their reading."""
-        filled = self.filled[pages]
-        bad = page_hashes(pool, pages, filled) != self.sums[pages]
+        ids = self._rows(pages)
+        filled = self._filled[ids]
+        bad = page_hashes(pool, pages.clamp(0, self.pages - 1), filled) != self._sums[ids]
         bad = bad & (filled == self.slots) if full_only else bad
+        bad = bad | (filled > self.slots) | (ids == self.pages)
         return bad if rows is None else bad | (filled < rows)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kizami.formats.errors import KizamiError
 from kizami.quantize.page_tags.check import check_shapes
 from kizami.quantize.page_tags.tags import U32
 
@@ -47,7 +48,8 @@ class Stamps:
 
     def __init__(self, pages: int, per_page: int = 1, *, device: torch.device | str = "cpu") -> None:
         self.per_page = per_page
-        self.records = torch.full((pages, per_page, 3), UNWRITTEN, dtype=torch.int32, device=device)
+        self._all = torch.full((pages + 1, per_page, 3), UNWRITTEN, dtype=torch.int32, device=device)
+        self.records = self._all[:pages]  # behind them one that takes the writes for pages which do not exist
 
     def write(
         self,
@@ -59,23 +61,28 @@ class Stamps:
     ) -> torch.Tensor:
         """Stamp slots [first, end) of each page, with the write of their payload; without them, the whole page.
 
-        All int [n]; no page twice. Returns bool [n]: True where a page that is continued (first > 0) held, in the slot
-        before, or in its one record, a stamp that is not the writer's: somebody else wrote in between.
+        All int [n]; no page twice, but for ids out of range: these, the padding of a slot mapping, are left out.
+        Returns bool [n]: True where a page that is continued (first > 0) held, in the slot before, or in its one
+        record, a stamp that is not the writer's: somebody else wrote in between.
         """
         stamp = torch.stack([pages.int(), tags.int(), owners.int()], dim=-1)[:, None]
-        old = self.records[pages]
+        exists = (pages >= 0) & (pages < len(self.records))
+        rows = torch.where(exists, pages.long(), len(self.records))
+        old = self._all[rows]
         bad = torch.zeros(len(pages), dtype=torch.bool, device=old.device)
         inside = torch.ones(old.shape[:2], dtype=torch.bool, device=old.device)
         if first is not None:
             before = (first.long() - 1).clamp(min=0) if self.per_page > 1 else torch.zeros_like(first, dtype=torch.long)
-            bad = (old[torch.arange(len(pages), device=old.device), before] != stamp[:, 0]).any(-1) & (first > 0)
+            bad = (
+                (old[torch.arange(len(pages), device=old.device), before] != stamp[:, 0]).any(-1) & (first > 0) & exists
+            )
         if self.per_page > 1:
             slot = torch.arange(self.per_page, device=old.device)
             if first is not None:
                 inside &= slot >= first[:, None]
             if end is not None:
                 inside &= slot < end[:, None]
-        self.records[pages] = torch.where(inside[..., None], stamp, old)
+        self._all[rows] = torch.where(inside[..., None], stamp, old)
         return bad
 
     def check(
@@ -89,8 +96,9 @@ class Stamps:
         """bool [R], True for a request to abort: a slot that it will read is not stamped with its page and tag.
 
         pages, tags: int32 [R, P], its block table. tokens: int [R], how many it reads; more than P pages hold are not
-        there. KizamiError "page_tags" for other shapes. owners: int32 [R, P], who must
-        have filled each page (of a shared page, not the reader); None: not compared, the tag names the owner's time.
+        there. page_size: tokens of a page. KizamiError "page_tags" for other shapes, or a page of other slots than the
+        records have. owners: int32 [R, P], who must have filled each page (of a shared page, not the reader); None: not
+        compared, the tag names the owner's time.
         """
         bad = self._bad(pages, tags, tokens, page_size, owners).flatten(1).any(1)
         return bad | (tokens > pages.shape[1] * page_size)
@@ -103,7 +111,8 @@ class Stamps:
         page_size: int,
         owners: torch.Tensor | None = None,
     ) -> list[ForeignStamp]:
-        """What `check` goes by, one for each wrong page. Waits for the device."""
+        """What `check` goes by, one for each wrong page; a row that is longer than the table has the page -1 behind its
+        end. Waits for the device."""
         bad = self._bad(pages, tags, tokens, page_size, owners)
         rows, places = bad.any(-1).nonzero(as_tuple=True)
         slots = bad[rows, places].int().argmax(-1)
@@ -112,10 +121,13 @@ class Stamps:
         columns = zip(
             rows.tolist(), places.tolist(), ids.tolist(), tags[rows, places].tolist(), found.tolist(), strict=True
         )
-        return [
+        foreign = [
             ForeignStamp(row, place, page, tag & U32, None if was < 0 else was, was_tag & U32, owner)
             for row, place, page, tag, (was, was_tag, owner) in columns
         ]
+        width = pages.shape[1]
+        beyond = (tokens > width * page_size).nonzero().reshape(-1).tolist()
+        return foreign + [ForeignStamp(row, width, -1, 0, None, UNWRITTEN & U32, UNWRITTEN) for row in beyond]
 
     def _records_of(self, pages: torch.Tensor) -> torch.Tensor:
         """int32 [..., per_page, 3]; ids out of range get a record that is not theirs."""
@@ -131,6 +143,11 @@ class Stamps:
     ) -> torch.Tensor:
         """bool [R, P, per_page]."""
         check_shapes(pages, tags, tokens, None)
+        if owners is not None and owners.shape != pages.shape:
+            raise KizamiError(f"owners {list(owners.shape)}, expected {list(pages.shape)}", code="page_tags")
+        if page_size < 1 or self.per_page not in (1, page_size):
+            found = f"pages of {page_size} tokens, and {self.per_page} stamps a page"
+            raise KizamiError(f"{found}, expected one, or one for each token", code="page_tags")
         records = self._records_of(pages)
         bad = records[..., 0] != pages[..., None]
         bad |= ((pages < 0) | (pages >= len(self.records)))[..., None]

@@ -15,10 +15,10 @@ from kizami.formats.families import find_family
 from kizami.formats.foreign import quantization_configs
 from kizami.formats.kv_scales.effects import refusal
 from kizami.formats.kv_scales.neutral import KvScales
-from kizami.formats.kv_scales.tensors import KV_CACHE_SCHEME, kv_cache_scheme
+from kizami.formats.kv_scales.tensors import KV_CACHE_SCHEME, find_prefix, kv_cache_scheme
 from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
-from kizami.quantize.kv_scales.carried import FLOATS, floats, is_kv_scale
+from kizami.quantize.kv_scales.carried import FLOATS, floats, is_kv_scale, is_scale_of_layers
 from kizami.quantize.kv_scales.merge import check_scales, scale_reason, tensors_of
 from kizami.quantize.kv_scales.scale_file import is_tensor_file, read_kv_scales
 from kizami.quantize.kv_scales.statement import statement
@@ -101,6 +101,8 @@ def _recorded(
     record: Mapping[str, Any],
 ) -> Iterator[Problem]:
     """The tensors are those that follow from the record, to the bit."""
+    prefix, layers = find_prefix(checkpoint.tensors), len(scales.layers)
+    found = {name: info for name, info in found.items() if is_scale_of_layers(name, prefix, layers)}
     wanted = tensors_of(checkpoint.tensors, scales) if scales.attention == "gqa" or record["forced"] is not None else {}
     if record["tensors"] != len(wanted):
         yield Problem("other_manifest", f"kv_scales.tensors is {record['tensors']}, expected {len(wanted)}", MANIFEST)
