@@ -48,7 +48,7 @@ def card(
     from kizami.formats.files import resolve_inside
     from kizami.formats.strict_json import read_json_object
     from kizami.formats.writer import write_file_durably
-    from kizami.quantize.manifest import read_manifest
+    from kizami.quantize.manifest import output_identity, read_manifest
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     folder = finished_output(out)
@@ -60,7 +60,7 @@ def card(
     text = _text(path)
     evaluations = {str(file): read_json_object(file, file.name, limit=MOST_BYTES) for file in evaluation or []}
     if evaluations:
-        text = with_evaluation(text, evaluations, manifest["plan_hash"])
+        text = with_evaluation(text, evaluations, output_identity(manifest))
     if target is not None:
         target.write(text.encode())
     elif in_place:

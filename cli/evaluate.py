@@ -74,6 +74,7 @@ def evaluate(
     from kizami.cli.evaluate_servers import on_batteries, on_servers
     from kizami.cli.evaluate_text import answer_problems, show_answers, show_text, text_problems
     from kizami.cli.target import Target
+    from kizami.formats.card_evaluation import CONTROL
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     started = time.monotonic()
@@ -84,8 +85,10 @@ def evaluate(
     for other in b:
         if (theirs := _kind(other)) != kind:
             raise KizamiError(f"A is of {kind}, and {printable(other, 100)} of {theirs}", code="usage")
-    inputs = (*(data or []), *(kv_scales or []), noise, requests)
-    target = None if output is None else Target.checked(output, Path(a), *inputs)
+        if other == CONTROL:
+            raise KizamiError(f"{CONTROL} is what A is called a second time", code="usage", hint=f"write ./{CONTROL}")
+    read = (*(data or []), *(kv_scales or []), noise, requests, task_folder, *map(Path, b))
+    target = None if output is None else Target.checked(output, Path(a), *read)
     limit = MARGIN if margin is None else margin
     if kind == ANSWERS:
         body = _on_answers(a, b, noise, limit)

@@ -146,15 +146,15 @@ def _compared(
 
 
 def _identity(checkpoint: "Checkpoint") -> dict[str, str | None]:
-    """Which checkpoint the figures are of; plan_hash: of an output of kizami."""
+    """Which checkpoint the figures are of; plan_hash and shards_sha256: of an output of kizami."""
     from kizami.formats.fingerprint import config_sha256
-    from kizami.quantize.manifest import read_manifest
+    from kizami.quantize.manifest import output_identity, read_manifest
 
     try:
-        plan_hash = read_manifest(checkpoint.root)["plan_hash"]
+        ours: dict[str, str | None] = {**output_identity(read_manifest(checkpoint.root))}
     except KizamiError:
-        plan_hash = None
-    return {"config_sha256": config_sha256(checkpoint), "plan_hash": plan_hash}
+        ours = {"plan_hash": None, "shards_sha256": None}
+    return {"config_sha256": config_sha256(checkpoint), **ours}
 
 
 def _other_tokenizers(models: list["Candidate"]) -> list[str]:

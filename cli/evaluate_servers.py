@@ -47,15 +47,18 @@ def on_servers(
             ui.progress(f"{name}: {servers[url].model}, {counted(len(conversations), 'conversation')}")
             found.append((name, replay(servers[url], conversations, asking)))
     (_, reference), *rest = found
-    body = answers_body(
-        a, [(name, [judge(one, margin) for one in joined(reference, side)], []) for name, side in rest], margin
-    )
+    compared = []
+    for name, side in rest:
+        both, left_out = joined(reference, side)
+        compared.append((name, [judge(one, margin) for one in both], left_out))
+    body = answers_body(a, compared, margin)
     for one, (_, side) in zip(body["compared"], rest, strict=True):
         one |= _turns(side)
     body["reference_turns"] = _turns(reference)
+    body["called"] = any(turn["called"] for turn in body["reference_turns"]["turns"])
     body["notes"] = [*NOTES, *body["notes"]]
     body["warnings"] = [] if requests is not None else [BUILT_IN.format(len(conversations))]
-    if not any(turn["called"] for turn in body["reference_turns"]["turns"]):
+    if not body["called"]:
         body["warnings"].append(NO_CALLS)
     return body
 

@@ -218,6 +218,9 @@ ANSWER_HEADS = ("task", ">n", ">A %", ">B %", ">lost", ">won", ">drop, points (9
 
 def show_answers(ui: Ui, body: Body) -> None:
     ui.heading(f"{body['reference']} (A), question by question; margin {100 * body['margin']:g} points")
+    if asked := body.get("reference_turns"):
+        ui.table(TURN_HEADS, [_turn_row(turn) for turn in asked["turns"]])
+        ui.prose(_ends(asked))
     for one in body["compared"]:
         ui.heading(one["name"])
         ui.table(ANSWER_HEADS, [_answer_row(task, body["margin"]) for task in one["tasks"]])
@@ -225,15 +228,20 @@ def show_answers(ui: Ui, body: Body) -> None:
             ui.prose(f"left out: {note}")
         if one.get("turns"):
             ui.table(TURN_HEADS, [_turn_row(turn) for turn in one["turns"]])
-            ui.prose(f"answers ended by: {', '.join(f'{n:,} {word}' for word, n in one['finish_reasons'].items())}")
+            ui.prose(_ends(one))
     ui.say()
     for note in body["notes"]:
         ui.prose(f"note: {note}")
+    ui.warn(body["warnings"])
     ui.fail(body["problems"], 5)
     ui.result(_last_answers(body))
 
 
 TURN_HEADS = (">turn", ">asked", ">calls", ">JSON", ">fits", ">valid", ">right", ">valid so far")
+
+
+def _ends(side: Mapping[str, Any]) -> str:
+    return f"answers ended by: {', '.join(f'{n:,} {word}' for word, n in side['finish_reasons'].items())}"
 
 
 def _turn_row(turn: Mapping[str, Any]) -> tuple[str, ...]:

@@ -101,12 +101,13 @@ def report_body(
         layer_summaries,
         measured,
         pooled_error,
-        read_report,
+        read_whole_report,
         role_summaries,
         worst_tensors,
     )
 
-    manifest, rows = read_manifest(out), read_report(out)
+    manifest = read_manifest(out)
+    rows = read_whole_report(out, manifest)
     packed = measured(rows)
     return {
         "out": str(out),

@@ -17,7 +17,7 @@ def comparison_body(out: Path, other: str) -> dict[str, Any]:
     from kizami.cli.source import finished_output
     from kizami.quantize.comparison import compare_rows
     from kizami.quantize.manifest import read_manifest
-    from kizami.quantize.report import read_report
+    from kizami.quantize.report import read_whole_report
 
     there = finished_output(other)
     ours, theirs = read_manifest(out), read_manifest(there)
@@ -28,7 +28,7 @@ def comparison_body(out: Path, other: str) -> dict[str, Any]:
             file=str(there),
             hint="compare outputs of one checkpoint",
         )
-    found = compare_rows(read_report(out), read_report(there))
+    found = compare_rows(read_whole_report(out, ours), read_whole_report(there, theirs))
     return {
         "other": str(there),
         "here": _label(ours),

@@ -187,7 +187,7 @@ def _worst(ui: Ui, body: Body, out: "Checkpoint", against: "Checkpoint | None") 
         try:
             found = weight_figures(out, row["name"], against)
         except KizamiError as e:
-            words = [f"No close look at {row['name']}: {e.message}."]
+            words = [printable(f"No close look at {row['name']}: {e.message}.", 600)]
             break
         zeros = f"{found.zero_groups:,} of {counted(found.groups, 'group')} have codes of 0 only"
         pictures.append(Picture(weight(found), f"{row['name']} {list(found.shape)}: {zeros}."))

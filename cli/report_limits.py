@@ -55,7 +55,7 @@ def missed(kind: Kind, rows: Sequence[dict[str, Any]], limits: dict[str, float])
     that has none: a limit that nothing is held to is a mistake."""
     figure, name = (_rel_error, "rel_error") if kind is MAX_REL_ERROR else (_sqnr, "sqnr_db")
     measured = [(row, value) for row in rows if (value := figure(row)) is not None]
-    roles = {row["role"] for row, _ in measured}
+    roles = {row["role"] for row in rows}
     for role in limits:
         if role != ALL and role not in roles:
             known = ", ".join(sorted(roles)) or "none"
@@ -76,7 +76,7 @@ def _rel_error(row: dict[str, Any]) -> float | None:
 
 
 def _sqnr(row: dict[str, Any]) -> float | None:
-    """Of a packed tensor; from its relative error where the row has that alone."""
+    """Of a packed tensor; from its relative error where the row has that alone. None for what is exact."""
     if row.get("sqnr_db") is not None:
         return float(row["sqnr_db"])
     error = row.get("rel_error")
@@ -116,7 +116,7 @@ def junit(body: dict[str, Any]) -> bytes:
         "testsuite", name=printable(f"kizami report {body['out']}", 300), tests=str(len(cases)), failures=str(failed)
     )
     for name, lines in cases:
-        case = ElementTree.SubElement(suite, "testcase", classname="kizami.report", name=name)
+        case = ElementTree.SubElement(suite, "testcase", classname="kizami.report", name=printable(name, 300))
         if lines:
             more = [f"and {len(lines) - IN_A_FAILURE:,} more"] if len(lines) > IN_A_FAILURE else []
             failure = ElementTree.SubElement(case, "failure", message=f"{len(lines):,} tensors miss it")

@@ -13,8 +13,8 @@ from kizami.formats.index import INDEX_NAME
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`name` as the user wrote it; `checkpoint`: the folder of SRC or OUT, which -o never touches; `inputs`: files that
-    the run reads, which it does not replace.
+    """`name` as the user wrote it; `checkpoint`: the folder of SRC or OUT, which -o never touches; `inputs`: files and
+    folders that the run reads, in which it replaces nothing.
 
     A regular file is replaced whole or not at all; through a link, the file that it leads to is. Pipes and character
     devices (/dev/stdout, /dev/null, a terminal) are opened and written to. Anything else is refused.
@@ -62,8 +62,9 @@ class Target:
         if mode is None and not real.parent.is_dir():
             raise KizamiError("its folder does not exist", code="io_error", file=self.name)
         for place in (real, Path(os.path.abspath(path))):
-            if _lies_in(place, self.checkpoint):
-                raise self._refused(f"lies in {self.checkpoint}, which is only read", "write it elsewhere")
+            for folder in (self.checkpoint, *(one for one in self.inputs if one.is_dir())):
+                if _lies_in(place, folder):
+                    raise self._refused(f"lies in {folder}, which is only read", "write it elsewhere")
             if (mode is None or stat.S_ISREG(mode)) and (found := _weights_beside(place)) is not None:
                 raise self._refused(f"would lie beside {found}, in a checkpoint", "write it elsewhere")
         if mode is not None and stat.S_ISREG(mode) and ".safetensors" in (real.suffix, path.suffix):

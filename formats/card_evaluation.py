@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from kizami.formats.errors import KizamiError, printable
@@ -15,7 +16,7 @@ CONTROL = "A again"
 # What people ask of a quantised model, and words of task names that answer it
 KINDS: Mapping[str, tuple[str, ...]] = {
     "knowledge and reasoning": ("mmlu", "gsm8k", "arc", "gpqa", "math", "aime", "hellaswag"),
-    "coding": ("humaneval", "mbpp", "livecodebench", "swe"),
+    "coding": ("humaneval", "mbpp", "livecodebench", "swebench"),
     "tool calls": ("bfcl", "tool", "tools", "tau"),
     "long context": ("niah", "ruler", "longbench", "infinitebench", "babilong"),
     "instruction following": ("ifeval", "ifbench"),
@@ -23,15 +24,17 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 Body = Mapping[str, Any]
 
 
-def with_evaluation(card: str, evaluations: Mapping[str, Body], plan_hash: str) -> str:
+def with_evaluation(card: str, evaluations: Mapping[str, Body], identity: Mapping[str, str]) -> str:
     """The card with a section of what `kizami evaluate` measured, in place of kizami's older one, which its marks tell
     from anybody's own; it stands before Limits. evaluations: by the file that each is of.
 
     KizamiError "bad_evaluation" for objects that are none, or of another checkpoint than that of `plan_hash`;
     "bad_card" for a card without Limits.
     """
-    section = "\n".join([BEGIN, *_section(evaluations, plan_hash), END, "", ""])
-    plain = _OWN.sub("", card.replace("\r\n", "\n"))
+    section = "\n".join([BEGIN, *_section(evaluations, identity), END, "", ""])
+    plain = card.replace("\r\n", "\n")
+    _check_marks(plain)
+    plain = _OWN.sub("", plain)
     place = _limits(plain)
     if place is None:
         raise KizamiError(
@@ -42,6 +45,18 @@ def with_evaluation(card: str, evaluations: Mapping[str, Body], plan_hash: str) 
         )
     found = plain[:place] + section + plain[place:]
     return found.replace(NOT_EVALUATED, "What was evaluated stands above, and nothing else was.")
+
+
+def _check_marks(card: str) -> None:
+    """With one of them gone, what stands between it and the next pair would be taken for kizami's own."""
+    marks = [line for line in card.splitlines() if line in (BEGIN, END)]
+    if marks != [BEGIN, END] * (len(marks) // 2):
+        raise KizamiError(
+            f"has {BEGIN} and {END} that do not belong together",
+            code="bad_card",
+            file="README.md",
+            hint="remove the one that is left, with what kizami wrote there",
+        )
 
 
 def _limits(card: str) -> int | None:
@@ -57,14 +72,14 @@ def _limits(card: str) -> int | None:
     return found
 
 
-def _section(evaluations: Mapping[str, Body], plan_hash: str) -> list[str]:
+def _section(evaluations: Mapping[str, Body], identity: Mapping[str, str]) -> list[str]:
     lines, tasks, seen = [HEADING, ""], list[str](), list[Body]()
     for file, body in evaluations.items():
         if body in seen:  # twice the same would look like two
             continue
         seen.append(body)
         try:
-            more, asked = _one(body, plan_hash)
+            more, asked = _one(body, identity)
         except KizamiError as e:
             raise KizamiError(e.message, code=e.code, file=file, hint=e.hint) from e
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:  # it only looks like one
@@ -73,18 +88,31 @@ def _section(evaluations: Mapping[str, Body], plan_hash: str) -> list[str]:
     return [*lines, *_missing(tasks)]
 
 
-def _one(body: Body, plan_hash: str) -> tuple[list[str], list[str]]:
+def _one(body: Body, identity: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Its lines, and the tasks that were asked."""
     if body.get("schema") != SCHEMA or body.get("kind") not in ("text", "answers"):
         raise KizamiError("is not what kizami evaluate -o writes", code="bad_evaluation")
     if body["kind"] == "text":
-        return _text(body, plan_hash), []
+        return _text(body, identity) + _warned(body), []
     one = _only(body)
-    return _answers(body["reference"], one) + _unmet(body, [one["name"]]), [str(task["task"]) for task in one["tasks"]]
+    lines = _answers(body["reference"], one) + _left_out(one) + _unmet(body, [one["name"]]) + _warned(body)
+    asked = [str(task["task"]) for task in one["tasks"]]
+    return lines, asked if body.get("called", True) else []  # without a call, tool calls were not measured
 
 
-def _text(body: Body, plan_hash: str) -> list[str]:
-    ours = [one for one in body["compared"] if (one.get("identity") or {}).get("plan_hash") == plan_hash]
+def _left_out(one: Body) -> list[str]:
+    found = [escape_markdown(str(note)) for note in one.get("left_out", ())]
+    return ["Left out:", "", *(f"- {note}" for note in found), ""] if found else []
+
+
+def _warned(body: Body) -> list[str]:
+    """What the evaluation itself says against its figures."""
+    found = [escape_markdown(public_words(str(warning))) for warning in body.get("warnings", ())]
+    return ["To these figures:", "", *(f"- {warning}" for warning in found), ""] if found else []
+
+
+def _text(body: Body, identity: Mapping[str, str]) -> list[str]:
+    ours = [one for one in body["compared"] if identity.items() <= (one.get("identity") or {}).items()]
     if not ours:
         raise KizamiError(
             "has no figures of this checkpoint",
@@ -92,7 +120,7 @@ def _text(body: Body, plan_hash: str) -> list[str]:
             hint="kizami evaluate SRC OUT -o FILE, with this folder as OUT",
         )
     tokens = body["tokens"]
-    domains = ", ".join(escape_markdown(domain["name"]) for domain in tokens["domains"])
+    domains = ", ".join(escape_markdown(_last_part(domain["name"])) for domain in tokens["domains"])
     sequences, length = (int(_number(tokens[key], 1)) for key in ("sequences", "seq_len"))
     amount = f"{sequences:,} sequences of {length:,} tokens"
     reference = escape_markdown(public_name(body["reference"]))
@@ -104,8 +132,8 @@ def _text(body: Body, plan_hash: str) -> list[str]:
     ]
     for one in ours:
         cache = one["name"].rpartition(", KV ")
-        lines.append(_figures(f"KV cache {cache[2]}" if cache[1] else "KV cache BF16", one["all"]))
-        lines += [_figures(domain["name"], domain) for domain in one["domains"] if len(one["domains"]) > 1]
+        lines.append(_figures(f"KV cache {_public_cache(cache[2])}" if cache[1] else "KV cache BF16", one["all"]))
+        lines += [_figures(_last_part(domain["name"]), domain) for domain in one["domains"] if len(one["domains"]) > 1]
     return [*lines, "", *_unmet(body, [one["name"] for one in ours])]
 
 
@@ -121,13 +149,28 @@ def _unmet(body: Body, names: Sequence[str]) -> list[str]:
 
 
 def public_name(name: str) -> str:
-    """Of a model as people outside know it: of a path the last part (organisation/model stays), of a URL nothing."""
+    """Of a model or file as people outside may know it: of a path the last part, of a URL nothing. org/name becomes
+    name: who can tell it from a folder of the publisher's?"""
     if re.match(r"https?://", name):
         return "a server"
     head, mark, cache = name.partition(", KV ")
-    parts = [part for part in re.split(r"[/\\]", head) if part not in ("", ".", "..")]
-    whole = bool(parts) and head.rstrip("/") == "/".join(parts) and len(parts) < 3
-    return ("/".join(parts) if whole else parts[-1] if parts else "a model") + mark + cache
+    return (_last_part(head) or "a model") + mark + _public_cache(cache)
+
+
+def _public_cache(cache: str) -> str:
+    """`fp8, kv.json (per layer)` of `fp8, /x/kv.json (per layer)`."""
+    kind = "fp8, " if cache.startswith("fp8, ") else ""
+    return kind + _last_part(cache.removeprefix(kind))
+
+
+def public_words(text: str) -> str:
+    """The same for a sentence: each word with a slash in it is taken for a path."""
+    return re.sub(r"[^\s,;:()]*[/\\][^\s,;:()]*", lambda word: _last_part(word[0]) or "...", text)
+
+
+def _last_part(path: str) -> str:
+    """`INT4` of `/x/y/INT4/`, `FILE.json` of `scales of /x/FILE.json`."""
+    return next((part for part in reversed(re.split(r"[/\\]", path)) if part not in ("", ".", "..")), "")
 
 
 def _figures(name: str, at: Body) -> str:
@@ -197,7 +240,10 @@ def visible_words(drop: Any) -> str:
 
 
 def _missing(tasks: Iterable[str]) -> list[str]:
-    words = {word for task in tasks for word in re.split(r"[^a-z0-9]+", task.lower())}
+    words = set[str]()
+    for task in tasks:
+        parts = re.split(r"[^a-z0-9]+", task.lower())
+        words |= {*parts, *map("".join, pairwise(parts))}  # swe_bench
     asked = {
         kind for kind, names in KINDS.items() for name in names if any(re.fullmatch(rf"{name}\d*", w) for w in words)
     }

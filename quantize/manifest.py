@@ -207,6 +207,13 @@ def _is_facts(facts: dict[str, Any]) -> bool:
     )
 
 
+def output_identity(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What tells an output from every other: its plan, and its weights' bytes. Two sources of equal headers, a model
+    and its fine-tune, have one plan."""
+    shards = canonical([shard["sha256"] for shard in manifest["shards"]])
+    return {"plan_hash": manifest["plan_hash"], "shards_sha256": hashlib.sha256(shards.encode()).hexdigest()}
+
+
 def policy_of(manifest: dict[str, Any]) -> Policy:
     """The policy that a manifest records. KizamiError where it is none (another version's, or a forged one)."""
     fields = dict(manifest["policy"])

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -39,15 +39,8 @@ def serving(answer: Answer, model: str = "tiny") -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with _running(Handler) as url:
+        yield url
 
 
 def say(text: str) -> dict[str, Any]:
@@ -65,3 +58,36 @@ def call(*calls: tuple[str, Any]) -> dict[str, Any]:
         for i, (name, text) in enumerate(calls)
     ]
     return {"finish_reason": "tool_calls", "message": {"role": "assistant", "content": None, "tool_calls": made}}
+
+
+@contextmanager
+def raw(data: bytes, headers: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The base URL of a server that answers everything with these bytes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            for name, value in ({"Content-Length": str(len(data))} | dict(headers or {})).items():
+                self.send_header(name, value)
+            self.end_headers()
+            with suppress(OSError):  # who reads may have had enough
+                self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with _running(Handler) as url:
+        yield url
+
+
+@contextmanager
+def _running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from cli_fixtures import Run
 
 from kizami.formats.card_evaluation import public_name, with_evaluation
 from kizami.formats.errors import KizamiError
-from kizami.quantize.manifest import read_manifest
+from kizami.quantize.manifest import output_identity, read_manifest
 
 FIGURES = {
     "kl_mean": 0.0018, "kl_p999": 0.08, "top1": 0.965, "perplexity": 68.489, "perplexity_other": 68.488,
@@ -24,8 +24,8 @@ TASK = {
 }  # fmt: skip
 
 
-def text(plan_hash: str) -> dict[str, Any]:
-    identity = {"config_sha256": "0" * 64, "plan_hash": plan_hash}
+def text(output: Mapping[str, str]) -> dict[str, Any]:
+    identity = {"config_sha256": "0" * 64, **output}
     domains = [{"name": "a|b.txt"} | FIGURES, {"name": "code.py"} | FIGURES]
     return {
         "schema": "kizami.evaluate/1", "kind": "text", "reference": "GLM-5.2-FP8/",
@@ -68,8 +68,8 @@ def test_the_card_begins_with_what_the_model_is(kizami: Run, out: Path) -> None:
 
 
 def test_figures_of_this_checkpoint_stand_before_its_limits(kizami: Run, out: Path, tmp_path: Path) -> None:
-    plan_hash = read_manifest(out)["plan_hash"]
-    card = kizami("card", out, *files(tmp_path, text(plan_hash), ANSWERS)).out
+    output = output_identity(read_manifest(out))
+    card = kizami("card", out, *files(tmp_path, text(output), ANSWERS)).out
     assert card.count("## Evaluation") == 1
     assert card.index("## Evaluation") < card.index("## Limits")
     assert "on 8 sequences of 512 tokens (a\\|b.txt, code.py)" in card
@@ -83,17 +83,17 @@ def test_figures_of_this_checkpoint_stand_before_its_limits(kizami: Run, out: Pa
 
 
 def test_limits_that_were_not_kept_are_said(out: Path) -> None:
-    plan_hash = read_manifest(out)["plan_hash"]
-    body = text(plan_hash)
+    output = output_identity(read_manifest(out))
+    body = text(output)
     name = body["compared"][0]["name"]
     body["problems"] = [f"{name}, all: KL 0.0018, above 0.001", "another: KL 9", "control: 3 of A's tokens changed"]
     answers = ANSWERS | {"problems": ["logs/int4, gsm8k: a drop of 1 points is not excluded"]}
-    card = with_evaluation((out / "README.md").read_text(), named(body, answers), plan_hash)
+    card = with_evaluation((out / "README.md").read_text(), named(body, answers), output)
     assert card.count("Of the limits set for this run, not kept:") == 2
     assert "- control: 3 of A's tokens changed\n" in card
-    assert "- logs/int4, gsm8k: a drop of 1 points is not excluded\n" in card
+    assert "- int4, gsm8k: a drop of 1 points is not excluded\n" in card
     assert "another: KL 9" not in card
-    kept = with_evaluation((out / "README.md").read_text(), named(text(plan_hash)), plan_hash)
+    kept = with_evaluation((out / "README.md").read_text(), named(text(output)), output)
     assert "not kept" not in kept
 
 
@@ -102,9 +102,11 @@ def test_limits_that_were_not_kept_are_said(out: Path) -> None:
     [
         ("/home/me/models/GLM-5.2-FP8/", "GLM-5.2-FP8"),
         ("../GLM-5.2-FP8", "GLM-5.2-FP8"),
-        ("zai-org/GLM-5.2-FP8", "zai-org/GLM-5.2-FP8"),
+        ("zai-org/GLM-5.2-FP8", "GLM-5.2-FP8"),
+        ("clients/acme", "acme"),
+        ("~/acme", "acme"),
         ("GLM-5.2-INT4, KV fp8 at 1.0", "GLM-5.2-INT4, KV fp8 at 1.0"),
-        ("/x/y/INT4, KV fp8 of a/b.json", "INT4, KV fp8 of a/b.json"),
+        ("/x/y/INT4, KV fp8, /a c/b.json (per layer)", "INT4, KV fp8, b.json (per layer)"),
         ("http://10.1.2.3:8000/v1", "a server"),
         ("/", "a model"),
     ],
@@ -117,18 +119,18 @@ def test_filters_of_one_task_are_told_apart_and_small_p_are_not_zero(out: Path) 
     body = copy.deepcopy(ANSWERS)
     (one, _) = body["compared"]
     one["tasks"] = [TASK | {"filter": "strict-match"}, TASK | {"filter": "flexible-extract", "p_value": 1e-9}]  # type: ignore[index]
-    card = with_evaluation((out / "README.md").read_text(), named(body, body), "")
+    card = with_evaluation((out / "README.md").read_text(), named(body, body), {})
     assert card.count("| gsm8k (exact_match, strict-match) |") == 1
     assert card.count("| gsm8k (exact_match, flexible-extract) |") == 1
     assert "| <0.001 |" in card
 
 
 def test_a_second_evaluation_takes_the_place_of_the_first(out: Path) -> None:
-    plan_hash, card = read_manifest(out)["plan_hash"], (out / "README.md").read_text()
-    once = with_evaluation(card, named(text(plan_hash)), plan_hash)
-    assert with_evaluation(once, named(text(plan_hash)), plan_hash) == once
-    other = with_evaluation(card, named(ANSWERS), plan_hash)
-    assert "gsm8k" not in with_evaluation(other, named(text(plan_hash)), plan_hash)
+    output, card = output_identity(read_manifest(out)), (out / "README.md").read_text()
+    once = with_evaluation(card, named(text(output)), output)
+    assert with_evaluation(once, named(text(output)), output) == once
+    other = with_evaluation(card, named(ANSWERS), output)
+    assert "gsm8k" not in with_evaluation(other, named(text(output)), output)
 
 
 def test_in_place_the_card_is_replaced_and_the_output_still_verifies(kizami: Run, out: Path, tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_in_place_the_card_is_replaced_and_the_output_still_verifies(kizami: Run
 
 
 def test_figures_of_another_checkpoint_are_refused(kizami: Run, out: Path, tmp_path: Path) -> None:
-    done = kizami("card", out, *files(tmp_path, ANSWERS, text("0" * 64)), "--in-place", "--json")
+    done = kizami("card", out, *files(tmp_path, ANSWERS, text({"plan_hash": "0" * 64})), "--in-place", "--json")
     assert (done.code, done.json["error"]["code"], done.json["error"]["file"]) == (
         2,
         "bad_evaluation",
@@ -170,19 +172,19 @@ Change = Callable[[dict[str, Any]], object]
     ],
 )
 def test_what_is_no_evaluation_is_refused(out: Path, change: Change) -> None:
-    plan_hash = read_manifest(out)["plan_hash"]
-    body = copy.deepcopy(text(plan_hash))
+    output = output_identity(read_manifest(out))
+    body = copy.deepcopy(text(output))
     change(body)
     with pytest.raises(KizamiError) as refused:
-        with_evaluation((out / "README.md").read_text(), named(body), plan_hash)
+        with_evaluation((out / "README.md").read_text(), named(body), output)
     assert refused.value.code == "bad_evaluation"
 
 
 def test_words_of_an_evaluation_cannot_leave_their_cell(out: Path) -> None:
-    plan_hash = read_manifest(out)["plan_hash"]
-    body = text(plan_hash)
+    output = output_identity(read_manifest(out))
+    body = text(output)
     body["reference"] = "x\n# Heading\n<script>"
-    card = with_evaluation((out / "README.md").read_text(), named(body), plan_hash)
+    card = with_evaluation((out / "README.md").read_text(), named(body), output)
     assert "\n# Heading" not in card
     assert "<script>" not in card
 
@@ -192,45 +194,92 @@ def test_answers_with_figures_that_cannot_be_are_refused(out: Path, change: dict
     body = copy.deepcopy(ANSWERS)
     body["compared"][0]["tasks"][0].update(change)  # type: ignore[index]
     with pytest.raises(KizamiError, match="is not whole"):
-        with_evaluation((out / "README.md").read_text(), named(body), "")
+        with_evaluation((out / "README.md").read_text(), named(body), {})
 
 
 def test_answers_of_several_models_are_not_taken_for_one(out: Path) -> None:
     body = copy.deepcopy(ANSWERS)
     body["compared"].append({"name": "logs/other", "tasks": [TASK]})  # type: ignore[attr-defined]
     with pytest.raises(KizamiError, match="answers of 2 models beside the reference"):
-        with_evaluation((out / "README.md").read_text(), named(body), "")
+        with_evaluation((out / "README.md").read_text(), named(body), {})
 
 
 def test_a_control_is_not_taken_for_the_model(out: Path) -> None:
-    card = with_evaluation((out / "README.md").read_text(), named(ANSWERS), "")
+    card = with_evaluation((out / "README.md").read_text(), named(ANSWERS), {})
     assert card.count("| gsm8k") == 1
     assert "99.99" not in card
-    assert "Answers of logs/int4, question by question, against logs/fp8" in card
+    assert "Answers of int4, question by question, against fp8" in card
 
 
 def test_a_name_that_only_has_a_tasks_letters_in_it_measures_nothing(out: Path) -> None:
     body = copy.deepcopy(ANSWERS)
     body["compared"][0]["tasks"][0]["task"] = "research_answers"  # type: ignore[index]
-    card = with_evaluation((out / "README.md").read_text(), named(body), "")
+    card = with_evaluation((out / "README.md").read_text(), named(body), {})
     assert "Not measured: knowledge and reasoning, coding, tool calls, long context" in card
 
 
 def test_a_section_of_somebodys_own_stays(out: Path) -> None:
     card = (out / "README.md").read_text()
     own = card.replace("## Command\n", "## Evaluation\n\nhours of work\n\n```\n## Limits\n```\n\n## Command\n")
-    once = with_evaluation(own, named(ANSWERS), "")
+    once = with_evaluation(own, named(ANSWERS), {})
     assert "hours of work" in once
     assert once.index("<!-- kizami: evaluation -->") > once.index("## Serving")
-    assert with_evaluation(once, named(ANSWERS), "") == once
+    assert with_evaluation(once, named(ANSWERS), {}) == once
 
 
 def test_line_ends_of_another_system_are_read(out: Path) -> None:
     card = (out / "README.md").read_text()
-    assert with_evaluation(card.replace("\n", "\r\n"), named(ANSWERS), "") == with_evaluation(card, named(ANSWERS), "")
+    assert with_evaluation(card.replace("\n", "\r\n"), named(ANSWERS), {}) == with_evaluation(card, named(ANSWERS), {})
 
 
 def test_a_card_without_limits_is_not_guessed_at(kizami: Run, out: Path, tmp_path: Path) -> None:
     (out / "README.md").write_text("mine\n")
     done = kizami("card", out, *files(tmp_path, ANSWERS), "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "bad_card")
+
+
+def test_figures_of_a_fine_tune_with_the_same_plan_are_refused(out: Path) -> None:
+    """Equal headers give an equal plan; the weights' bytes tell the two apart."""
+    output = output_identity(read_manifest(out))
+    other = text(output | {"shards_sha256": "0" * 64})
+    with pytest.raises(KizamiError, match="has no figures of this checkpoint"):
+        with_evaluation((out / "README.md").read_text(), named(other), output)
+
+
+def test_what_an_evaluation_says_against_its_figures_stands_on_the_card(out: Path) -> None:
+    output = output_identity(read_manifest(out))
+    body = text(output) | {"warnings": ["the built-in sample", "/home/me/b has another tokenizer than /home/me/a"]}
+    answers = copy.deepcopy(ANSWERS)
+    answers["compared"][0]["left_out"] = ["3 of 22 conversations that B did not answer"]
+    card = with_evaluation((out / "README.md").read_text(), named(body, answers), output)
+    assert "- the built-in sample\n- b has another tokenizer than a\n" in card
+    assert "- 3 of 22 conversations that B did not answer\n" in card
+    assert "/home" not in card
+
+
+def test_without_a_single_call_tool_calls_were_not_measured(out: Path) -> None:
+    answers = copy.deepcopy(ANSWERS)
+    answers["compared"][0]["tasks"] = [TASK | {"task": "tool calls", "metric": "valid"}]
+    for called in (True, False):
+        card = with_evaluation((out / "README.md").read_text(), named(answers | {"called": called}), {})
+        missing = next(line for line in card.splitlines() if line.startswith("Not measured:"))
+        assert ("tool calls" in missing) != called
+
+
+@pytest.mark.parametrize(
+    ("task", "coding"), [("belebele_swe_Latn", False), ("swe_bench_lite", True), ("mbpp_plus", True)]
+)
+def test_a_language_is_no_test_of_code(out: Path, task: str, coding: bool) -> None:
+    answers = copy.deepcopy(ANSWERS)
+    answers["compared"][0]["tasks"] = [TASK | {"task": task}]
+    card = with_evaluation((out / "README.md").read_text(), named(answers), {})
+    missing = next(line for line in card.splitlines() if line.startswith("Not measured:"))
+    assert ("coding" in missing) != coding
+
+
+def test_a_mark_without_its_other_one_deletes_nothing(out: Path) -> None:
+    card = with_evaluation((out / "README.md").read_text(), named(ANSWERS), {})
+    broken = card.replace("<!-- kizami: end of evaluation -->\n", "my own words\n")
+    with pytest.raises(KizamiError, match="do not belong together") as refused:
+        with_evaluation(broken, named(ANSWERS), {})
+    assert refused.value.code == "bad_card"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("jsonschema")
 
-from chat_server import call, say, serving
+from chat_server import call, raw, say, serving
 from cli_fixtures import Run
 
 from kizami.calibration.evaluation import served as served_module
@@ -231,8 +232,8 @@ def test_errors_add_up_over_turns() -> None:
     assert (first.conversations, first.valid, first.right, first.parsed) == (3, 2, 2, 2)
     assert (second.valid, second.right, second.valid_so_far) == (3, 3, 2)
     assert finish_reasons(found) == {"tool_calls": 6}
-    valid, right = joined(found, found)
-    assert (valid.metric, right.metric) == ("valid", "right")
+    (valid, right), notes = joined(found, found)
+    assert (valid.metric, right.metric, notes) == ("valid", "right", [])
     assert valid.a == ((1.0,), (0.0,), (1.0,))
 
 
@@ -245,9 +246,8 @@ def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert waited == [3.0, 2.0]
 
 
-def test_an_answer_that_fails_counts_and_a_server_that_never_answers_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_conversation_without_an_answer_is_left_out_of_both_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server refuses, a prompt that is too long for it, says nothing of its model."""
     monkeypatch.setattr(served_module.time, "sleep", lambda seconds: None)
 
     def answer(body: Mapping[str, Any]) -> Any:
@@ -258,6 +258,15 @@ def test_an_answer_that_fails_counts_and_a_server_that_never_answers_is_an_error
         found = replay(server, [TWO, long], Asking())
         assert [one.valid for one in found.worths[1]] == [False, False]
         assert [one.valid for one in found.worths[0]] == [True, True]
+        (valid, _), notes = joined(found, found)
+        assert valid.a == ((1.0,),)
+        assert [note[:46] for note in notes] == [
+            "1 of 2 conversations that A did not answer; th",
+            "1 of 2 conversations that B did not answer; th",
+        ]
+        other = replace(found, unanswered={0: "gone"})
+        with pytest.raises(KizamiError, match="no conversation was answered by both"):
+            joined(found, other)
         with pytest.raises(KizamiError, match="no conversation was answered: the server gave HTTP 400"):
             replay(server, [long], Asking())
 
@@ -296,7 +305,7 @@ def test_what_is_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 with pytest.raises(KizamiError) as refused:
                     Server(url, Asking())
-                assert refused.value.code == "bad_json"
+                assert refused.value.code == "bad_answer"
     monkeypatch.setenv("OPENAI_API_KEY", "schlüssel")
     with pytest.raises(KizamiError, match="characters that no header can have"):
         Server("http://127.0.0.1:9/v1", Asking())
@@ -398,3 +407,63 @@ def test_without_requests_the_small_set_is_taken_and_said_to_be_small(kizami: Ru
 def test_options_of_other_kinds_are_refused(kizami: Run) -> None:
     done = kizami("evaluate", "http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1", "--max-kl", "1", "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "usage")
+
+
+# ------------------------------------------------------------------------------------------------------ hostile answers
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": NaN}', '{"city": "Paris", "city": "Rome"}', '{"city": Infinity}', '{"city": 1e999}', "[1]"]
+)
+def test_arguments_that_are_no_json_are_not_valid(arguments: str) -> None:
+    body = {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]}
+    found = worth(ONE, ONE.turns[0], "tool_calls", body)
+    assert (found.called, found.parsed, found.valid, found.right) == (True, False, False, False)
+
+
+def test_a_key_that_the_server_sends_back_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-SECRET-123456")
+    with raw(b'{"sk-SECRET-123456": 1, "sk-SECRET-123456": 2}') as url, pytest.raises(KizamiError) as refused:
+        Server(url, Asking())
+    assert "twice" in refused.value.message
+    assert "SECRET" not in str(refused.value)
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(KizamiError, match="a URL with a name or a password in it") as refused:
+        Server("http://me:PASSWORD@127.0.0.1:9/v1", Asking())
+    assert "PASSWORD" not in str(refused.value)
+
+
+def test_an_answer_that_unpacks_to_gigabytes_is_not_unpacked() -> None:
+    import gzip
+
+    packed = gzip.compress(b" " * (80 << 20))
+    with raw(packed, {"Content-Encoding": "gzip"}) as url, pytest.raises(KizamiError, match="a packed answer"):
+        Server(url, Asking())
+    with raw(b" " * ((64 << 20) + 1)) as url, pytest.raises(KizamiError, match="more than 67,108,864 bytes"):
+        Server(url, Asking())
+
+
+def test_warnings_and_the_ends_of_as_answers_are_said_in_words(kizami: Run) -> None:
+    with serving(lambda body: say("no calls today")) as url:
+        done = kizami("evaluate", url, url, "--concurrency", "2")
+    assert done.code == 0
+    assert "A called no tool in any answer" in done.err + done.out
+    assert "too few for more than a first look" in done.err + done.out
+    assert done.out.count("answers ended by:") == 2
+
+
+def test_a_file_of_the_run_is_not_written_over(kizami: Run, tmp_path: Path) -> None:
+    """B's samples, and what lies in the folder of --noise."""
+    for folder in ("a", "b", "noise"):
+        (tmp_path / folder).mkdir()
+        line = {"doc_id": 0, "metrics": ["acc"], "acc": 1.0, "doc_hash": "d", "prompt_hash": "p", "target_hash": "t"}
+        (tmp_path / folder / "samples_t_2026-11-30T10-20-30.jsonl").write_text(json.dumps(line) + "\n")
+    a, b, noise = (tmp_path / folder for folder in ("a", "b", "noise"))
+    for place in (b, noise):
+        file = place / "samples_t_2026-11-30T10-20-30.jsonl"
+        before = file.read_bytes()
+        done = kizami("evaluate", a, b, "--noise", noise, "-o", file, "--json")
+        assert (done.code, done.json["error"]["code"]) == (2, "bad_file")
+        assert file.read_bytes() == before

@@ -271,3 +271,41 @@ def test_options_for_text_are_refused_for_answers(kizami: Run, tmp_path: Path, w
 def test_options_for_answers_are_refused_for_checkpoints(kizami: Run, tiny_checkpoint: Path) -> None:
     done = kizami("evaluate", tiny_checkpoint, tiny_checkpoint, "--margin", "0.01", "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "usage")
+
+
+def with_results(folder: Path, higher: object) -> Path:
+    (folder / "model" / f"results_{DATE}.json").write_text(json.dumps({"higher_is_better": {"gsm8k": higher}}))
+    return folder
+
+
+def scored(folder: Path, metric: str, value: float) -> Path:
+    lines = [line(i, 1.0, metrics=["exact_match", metric], **{metric: value + i / 100}) for i in range(20)]
+    return write(folder, lines)
+
+
+def test_one_run_that_says_how_a_metric_is_read_speaks_for_both(tmp_path: Path) -> None:
+    a, b = scored(tmp_path / "a", "mine", 0.1), with_results(scored(tmp_path / "b", "mine", 0.7), {"mine": False})
+    found, _ = join_logs(read_logs(a), read_logs(b))
+    assert [one.higher_is_better for one in found] == [True, False]
+    assert judge(found[1], 0.01).drop == pytest.approx(0.6)
+
+
+def test_runs_that_disagree_on_how_a_metric_is_read_are_not_compared(tmp_path: Path) -> None:
+    a = with_results(scored(tmp_path / "a", "mine", 0.1), {"mine": True})
+    b = with_results(scored(tmp_path / "b", "mine", 0.7), {"mine": False})
+    with pytest.raises(KizamiError, match=r"gsm8k, mine: higher is better in .*a/model.*, and lower in .*b/model"):
+        join_logs(read_logs(a), read_logs(b))
+
+
+def test_what_the_results_leave_open_its_name_says(tmp_path: Path) -> None:
+    a, b = (with_results(scored(tmp_path / side, "wer", 0.2), {"wer": None}) for side in ("a", "b"))
+    found, _ = join_logs(read_logs(a), read_logs(b))
+    assert [(one.metric, one.higher_is_better) for one in found] == [("exact_match", True), ("wer", False)]
+
+
+@pytest.mark.parametrize("value", [None, [1.0, 2.0], "four", 1 << 60])
+def test_a_metric_that_no_answer_has_as_a_number_is_named(tmp_path: Path, value: object) -> None:
+    folder = write(tmp_path, [line(i, 1.0, metrics=["exact_match", "f1"], f1=value) for i in range(3)])
+    found, notes = join_logs(read_logs(folder), read_logs(folder))
+    assert [one.metric for one in found] == ["exact_match"]
+    assert notes == ["gsm8k (none), f1: not every answer has a number for it"]

@@ -1,5 +1,6 @@
 """Limits of `kizami report` by role, JUnit XML, and two outputs held against each other."""
 
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +11,7 @@ from client_fixtures import convert
 from kizami.cli.report_limits import MAX_REL_ERROR, MIN_SQNR, Kind, missed, parse_limits
 from kizami.formats.errors import KizamiError
 from kizami.quantize.comparison import compare_rows, ratio_map
-from kizami.quantize.report import measured, pooled_error, read_report
+from kizami.quantize.report import encode_row, measured, pooled_error, read_report
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +163,52 @@ def test_outputs_of_two_sources_are_not_compared(
     other = convert(tiny_checkpoint, tmp_path / "other", "-q")
     done = kizami("report", outputs[0], "--compare", other, "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "other_source")
+
+
+# -------------------------------------------------------------------------------------------------- a report that lacks
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_limits_are_not_kept_by_a_report_that_is_not_whole(
+    kizami: Run, outputs: tuple[Path, Path], tmp_path: Path, kept: int
+) -> None:
+    out = shutil.copytree(outputs[0], tmp_path / "out")
+    lines = (out / "kizami-report.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "kizami-report.jsonl").write_bytes(b"".join(lines[:kept]))
+    for words in (["--max-rel-error", "0.5"], ["--compare", str(outputs[1])], ["--format", "junit"]):
+        done = kizami("report", out, *words)
+        assert done.code == 2
+        assert "kizami-report.jsonl: is not whole:" in done.err
+        assert "kizami.json counts" in done.err
+    assert kizami("report", outputs[1], "--compare", out).code == 2
+
+
+@pytest.mark.parametrize("change", [{"rel_error": None, "error_energy": None, "weight_energy": None}])
+def test_a_rounded_weight_without_an_error_is_no_row(
+    kizami: Run, outputs: tuple[Path, Path], tmp_path: Path, change: dict[str, object]
+) -> None:
+    out = shutil.copytree(outputs[0], tmp_path / "out")
+    rows = read_report(out)
+    at = next(i for i, row in enumerate(rows) if row["action"] == "quantize")
+    rows[at] = {key: value for key, value in (rows[at] | change).items() if key != "row_crc32"}
+    data = [encode_row({key: value for key, value in row.items() if key != "row_crc32"}) for row in rows]
+    (out / "kizami-report.jsonl").write_bytes(b"".join(data))
+    done = kizami("report", out, "--max-rel-error", "0.5")
+    assert done.code == 2
+    assert "was rounded, and its row has no error" in done.err
+
+
+@pytest.mark.parametrize("change", [{"zero_groups": "x"}, {"shape": [2**62, 2**62]}])
+def test_a_row_of_impossible_figures_is_refused(
+    kizami: Run, outputs: tuple[Path, Path], tmp_path: Path, change: dict[str, object]
+) -> None:
+    out = shutil.copytree(outputs[0], tmp_path / "out")
+    rows = [{key: value for key, value in row.items() if key != "row_crc32"} for row in read_report(out)]
+    (out / "kizami-report.jsonl").write_bytes(b"".join(map(encode_row, [rows[0] | change, *rows[1:]])))
+    done = kizami("report", out)
+    assert (done.code, "line 1 is not a report row" in done.err) == (2, True)
+
+
+def test_a_limit_for_a_role_that_is_exact_is_kept() -> None:
+    rows = [{"name": "a", "role": "routed_expert", "rel_error": None}]
+    assert missed(MIN_SQNR, rows, {"routed_expert": 20.0}) == []

@@ -7,7 +7,7 @@ both models were asked the same: hashes of question, prompt and target must be e
 
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,21 @@ LOWER_IS_BETTER = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One question under one filter. scores: of each metric that is a number."""
+    """One question under one filter. scores: of each metric that is a number. others: metrics that are none."""
 
     hashes: tuple[str, ...]
     scores: Mapping[str, float]
+    others: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One run of one task: answers by doc_id and filter. lower_is_better: metrics."""
+    """One run of one task: answers by doc_id and filter. lower_is_better: of the metrics of which the run says it."""
 
     task: str
     file: str
     answers: Mapping[tuple[int, str], Answer]
-    lower_is_better: frozenset[str] = frozenset()
+    lower_is_better: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def join_logs(a: Mapping[str, Sequence[Log]], b: Mapping[str, Sequence[Log]]) ->
         raise KizamiError(
             f"A and B have nothing to compare: {sorted(notes)[0]}",
             code="other_questions",
-            hint="both need the samples of the same tasks",
+            hint="both need samples of the same tasks; the name says of which: samples_TASK_DATE.jsonl, TASK.jsonl",
         )
     return sorted(joined, key=lambda one: (one.task, one.filter, one.metric)), sorted(notes)
 
@@ -116,7 +117,19 @@ def _join(
     task: str, name: str, metric: str, a: Sequence[Log], b: Sequence[Log], keys: Sequence[tuple[int, str]]
 ) -> Joined:
     first, second = (tuple(tuple(log.answers[key].scores[metric] for log in logs) for key in keys) for logs in (a, b))
-    return Joined(task, name, metric, first, second, metric not in a[0].lower_is_better)
+    return Joined(task, name, metric, first, second, not _is_lower_better(task, metric, (*a, *b)))
+
+
+def _is_lower_better(task: str, metric: str, logs: Sequence[Log]) -> bool:
+    """As the runs say; by its name where none does. KizamiError "other_questions" where they disagree."""
+    said = {log.lower_is_better[metric]: log for log in logs if metric in log.lower_is_better}
+    if len(said) > 1:
+        raise KizamiError(
+            f"{task}, {printable(metric, 60)}: higher is better in {said[False].file}, and lower in {said[True].file}",
+            code="other_questions",
+            hint="the same task version is needed on both sides",
+        )
+    return next(iter(said), metric in LOWER_IS_BETTER)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -177,16 +190,16 @@ def _check_metrics(answers: Mapping[tuple[int, str], Answer], file: Path) -> Non
             )
 
 
-def _lower_is_better(file: Path, task: str) -> frozenset[str]:
-    """As results_DATE.json of the same run has it."""
+def _lower_is_better(file: Path, task: str) -> dict[str, bool]:
+    """As results_DATE.json of the same run has it; empty without one."""
     beside = file.with_name(file.name.replace(f"samples_{task}_", "results_").removesuffix("l"))
     if not beside.is_file():
-        return LOWER_IS_BETTER
+        return {}
     said = read_json_object(beside, beside.name, limit=MOST_RESULTS_BYTES).get("higher_is_better")
     metrics = said.get(task) if isinstance(said, dict) else None
     if not isinstance(metrics, dict):
-        return LOWER_IS_BETTER
-    return frozenset(name for name, higher in metrics.items() if higher is False)
+        return {}
+    return {name: not higher for name, higher in metrics.items() if isinstance(higher, bool)}
 
 
 def _answer(line: Mapping[str, Any], file: Path, number: int) -> tuple[tuple[int, str], Answer]:
@@ -201,7 +214,7 @@ def _answer(line: Mapping[str, Any], file: Path, number: int) -> tuple[tuple[int
     scores = {metric: value for metric in metrics if (value := _score(line.get(metric))) is not None}
     if not scores or not all(map(isfinite, scores.values())):
         raise _bad(file, number, "has no metric that is a finite number")
-    return (question, name), Answer(tuple(map(str, hashes)), scores)
+    return (question, name), Answer(tuple(map(str, hashes)), scores, frozenset(metrics) - scores.keys())
 
 
 def _score(value: object) -> float | None:
@@ -248,9 +261,12 @@ def _metrics(
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """Those that both have, from 0 to 1, and why others are left out."""
     sides = [set(logs[0].answers[keys[0]].scores) for logs in (a, b)]
+    no_numbers = {metric for log in (*a, *b) for key in keys for metric in log.answers[key].others}
     found, odd = [], []
-    for metric in sorted(sides[0] | sides[1]):
-        if not all(metric in log.answers[keys[0]].scores for log in (*a, *b)):
+    for metric in sorted(sides[0] | sides[1] | no_numbers):
+        if metric in no_numbers:
+            odd.append((metric, "not every answer has a number for it"))
+        elif not all(metric in log.answers[keys[0]].scores for log in (*a, *b)):
             odd.append((metric, "not every run has it"))
         elif not all(0 <= log.answers[key].scores[metric] <= 1 for log in (*a, *b) for key in keys):
             odd.append((metric, "its scores are not from 0 to 1"))

@@ -52,9 +52,21 @@ class Paired:
         return sqrt(self.discordant - (self.lost - self.won) ** 2 / self.n) / self.n
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Of the drop, two-sided, 95 % (Wald)."""
+    def wald_interval(self) -> tuple[float, float]:
+        """Of the drop, two-sided, 95 %."""
         return self.drop - TWO_SIDED * self.standard_error, self.drop + TWO_SIDED * self.standard_error
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the drop, two-sided, 95 %: Wald's, from -1 to 1; where fewer than FEWEST questions changed sides, no
+        narrower than the score test's and the exact one's."""
+        low, high = (turned._bound(TWO_SIDED, 0.025, few_only=True) for turned in (self._turned, self))
+        return -low, high
+
+    @property
+    def _turned(self) -> "Paired":
+        """B held against A."""
+        return Paired(self.n, self.won, self.lost)
 
     @property
     def wald_bound(self) -> float:
@@ -63,14 +75,28 @@ class Paired:
 
     @property
     def score_bound(self) -> float:
-        """The same by the score test, which holds where few or no questions change sides: there Wald's spread is 0, and
-        ten questions would prove anything (T. Tango, Statistics in Medicine 17 (1998), 891)."""
+        """Of the drop, one-sided, 95 %, by the score test."""
+        return self._score_bound(ONE_SIDED)
+
+    def _bound(self, z: float, tail: float, *, few_only: bool = False) -> float:
+        """Of the drop, above; z: the normal quantile of `tail`. few_only: Wald's alone unless few changed sides."""
+        few = self.discordant < FEWEST
+        found = self.drop + z * self.standard_error
+        if few or not few_only:
+            found = max(found, self._score_bound(z))
+        if few:  # both would exclude a true drop too often there; lost answers alone bound it from above
+            found = max(found, _largest_share(self.lost, self.n, tail))
+        return min(found, 1.0)
+
+    def _score_bound(self, z: float) -> float:
+        """It holds where few or no questions change sides: there Wald's spread is 0, and ten questions would prove
+        anything (T. Tango, Statistics in Medicine 17 (1998), 891)."""
         low, high = self.drop, 1.0
         for _ in range(200):  # bisection to the last bit
             middle = (low + high) / 2
             if middle in (low, high):
                 break
-            low, high = (middle, high) if self._score(middle) > -ONE_SIDED else (low, middle)
+            low, high = (middle, high) if self._score(middle) > -z else (low, middle)
         return high
 
     def _score(self, drop: float) -> float:
@@ -83,10 +109,10 @@ class Paired:
 
     @property
     def upper_bound(self) -> float:
-        """The largest of the two and, where no question changed sides, of the exact one, 1 - 0.05^(1/n): the score
-        test's would exclude a true drop in 7 % of runs there."""
-        exact = 1 - 0.05 ** (1 / self.n) if self.discordant == 0 else 0.0
-        return max(self.wald_bound, self.score_bound, exact)
+        """Of the drop, one-sided, 95 %: the larger of Wald's and the score test's; where fewer than FEWEST questions
+        changed sides, no smaller than the exact one of the lost answers, which for none lost is 1 - 0.05^(1/n): the
+        others would exclude a true drop in 7 % of runs there."""
+        return self._bound(ONE_SIDED, 0.05)
 
     def is_non_inferior(self, margin: float) -> bool:
         """Whether a drop of `margin` or more is excluded. "Not significant" does not say so."""
@@ -163,6 +189,18 @@ class Clustered:
             return 2.0
         least: float = 1 - tail ** (1 / self.n)
         return max(t_quantile(tail, self.n - 1) * self.standard_error, least)
+
+
+def _largest_share(lost: int, n: int, tail: float) -> float:
+    """The share of which `lost` or fewer of n happen with the probability `tail` (Clopper and Pearson)."""
+    low, high = lost / n, 1.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        likely = fsum(comb(n, k) * middle**k * (1 - middle) ** (n - k) for k in range(lost + 1))
+        low, high = (middle, high) if likely > tail else (low, middle)
+    return high
 
 
 def pair(a: Sequence[bool], b: Sequence[bool]) -> Paired:

@@ -41,7 +41,8 @@ class Server:
 
         self.url, key = url.rstrip("/"), os.environ.get(KEY)
         _check(url, key)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Accept-Encoding": "identity"}  # a few kB could unpack to gigabytes
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=asking.timeout, follow_redirects=False)
         self._asking, self._key = asking, key
         self.model = asking.model or self._first_model()
@@ -88,25 +89,39 @@ class Server:
         said = ""
         for attempt in range(RETRIES):
             try:
-                answer = self._client.request(method, self.url + path, json=body)
+                status, header, content = self._exchange(method, path, body)
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as e:  # ours: no server would answer
                 raise self._bad(f"nothing, and was not asked: {type(e).__name__}") from e
             except httpx.RequestError as e:  # no connection, none that lasts, or bytes that do not unpack
                 said, wait = type(e).__name__, 2.0**attempt
             else:
-                if answer.status_code == 200:
-                    return self._object(answer)
-                said, wait = f"HTTP {answer.status_code}", _wait(answer.headers.get("retry-after"), attempt)
-                if answer.status_code != 429 and answer.status_code < 500:
-                    raise self._bad(f"{said}: {printable(self._hidden(answer.text), 200)}")
+                if status == 200:
+                    return self._object(content)
+                said, wait = f"HTTP {status}", _wait(header, attempt)
+                if status != 429 and status < 500:
+                    text = content.decode("utf-8", "replace")
+                    raise self._bad(f"{said}: {printable(self._hidden(text), 200)}")
             if attempt + 1 < RETRIES:
                 time.sleep(min(wait, MOST_WAIT))
         raise KizamiError(f"no answer after {RETRIES} tries: {said}", code="no_answer", file=self.url + path)
 
-    def _object(self, answer: Any) -> dict[str, Any]:
-        if len(answer.content) > MOST_BYTES:
-            raise self._bad(f"an answer of {len(answer.content):,} bytes")
-        return parse_json_object(answer.content, self.url, what="answer")
+    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, str | None, bytes]:
+        """Status, Retry-After and content of one answer, as it came."""
+        content = bytearray()
+        with self._client.stream(method, self.url + path, json=body) as answer:
+            if answer.headers.get("content-encoding", "identity") != "identity":
+                raise self._bad("a packed answer, and was asked for a plain one")
+            for part in answer.iter_raw():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise self._bad(f"an answer of more than {MOST_BYTES:,} bytes")
+            return answer.status_code, answer.headers.get("retry-after"), bytes(content)
+
+    def _object(self, content: bytes) -> dict[str, Any]:
+        try:
+            return parse_json_object(content, self.url, what="answer")
+        except KizamiError as e:  # which quotes what it found
+            raise KizamiError(self._hidden(e.message), code="bad_answer", file=self.url) from None
 
     def _hidden(self, text: str) -> str:
         """A server may say what it was sent."""
@@ -126,6 +141,8 @@ def _check(url: str, key: str | None) -> None:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, UnicodeError) as e:
         raise KizamiError(f"{printable(url, 100)} is no URL: {e}", code="bad_option") from e
+    if parsed.userinfo:  # it would be in every report
+        raise KizamiError("a URL with a name or a password in it", code="bad_option", hint=f"a key goes into {KEY}")
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise KizamiError(f"{printable(url, 100)} is no URL of a server, such as http://HOST/v1", code="bad_option")
     if key is not None and not (key.isascii() and key.isprintable()):
@@ -145,10 +162,11 @@ def _wait(header: str | None, attempt: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """worths: of each conversation, one for each turn."""
+    """worths: of each conversation, one for each turn. unanswered: why the server gave no answer, by conversation."""
 
     conversations: tuple[Conversation, ...]
     worths: tuple[tuple[Worth, ...], ...]
+    unanswered: Mapping[int, str]
 
 
 def replay(
@@ -159,17 +177,20 @@ def replay(
 ) -> Replay:
     """Every conversation to its end, whatever the answers are; several at once."""
     worths: list[tuple[Worth, ...]] = []
-    errors: list[KizamiError] = []
+    errors: dict[int, KizamiError] = {}
     with ThreadPoolExecutor(asking.concurrency) as pool:
-        for found in pool.map(lambda one: _conversation(server, one, errors), conversations):
+        for found, error in pool.map(lambda one: _conversation(server, one), conversations):
+            if error is not None:
+                errors[len(worths)] = error
             worths.append(found)
             on_done(len(worths), len(conversations))
-    if errors and not any(one.finish not in (e.code for e in errors) for found in worths for one in found[:1]):
-        raise KizamiError(f"no conversation was answered: {errors[0].message}", code=errors[0].code, file=server.url)
-    return Replay(tuple(conversations), tuple(worths))
+    if len(errors) == len(conversations):
+        first = errors[0]
+        raise KizamiError(f"no conversation was answered: {first.message}", code=first.code, file=server.url)
+    return Replay(tuple(conversations), tuple(worths), {at: e.message for at, e in errors.items()})
 
 
-def _conversation(server: Server, conversation: Conversation, errors: list[KizamiError]) -> tuple[Worth, ...]:
+def _conversation(server: Server, conversation: Conversation) -> tuple[tuple[Worth, ...], KizamiError | None]:
     said: list[Mapping[str, Any]] = []
     found: list[Worth] = []
     for turn in conversation.turns:
@@ -177,12 +198,11 @@ def _conversation(server: Server, conversation: Conversation, errors: list[Kizam
         try:
             finish, message = server.chat(said, conversation.tools)
         except KizamiError as e:  # of this one: a context that is too long, a parser that gave up
-            errors.append(e)
             found += [replace(UNANSWERED, finish=e.code)] * (len(conversation.turns) - len(found))
-            break
+            return tuple(found), e
         found.append(worth(conversation, turn, finish, message))
         said.append(_kept(message))
-    return tuple(found)
+    return tuple(found), None
 
 
 def _addressed(messages: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -215,13 +235,26 @@ def _kept(message: Mapping[str, Any]) -> dict[str, Any]:
 MEASURES = ("valid", "right")
 
 
-def joined(a: Replay, b: Replay) -> list[Joined]:
-    """Conversations as questions: valid and right in every turn."""
-    return [Joined("tool calls", "none", measure, _scores(a, measure), _scores(b, measure)) for measure in MEASURES]
+def joined(a: Replay, b: Replay) -> tuple[list[Joined], list[str]]:
+    """Conversations as questions: valid and right in every turn; and notes. One that a server gave no answer to, with
+    an error or none, says nothing of its model, and is left out of both. KizamiError "no_answer" if none is left."""
+    left = [at for at in range(len(a.worths)) if at not in a.unanswered and at not in b.unanswered]
+    notes = [
+        f"{len(side.unanswered):,} of {len(side.worths):,} conversations that {name} did not answer; the first: "
+        f"{printable(next(iter(side.unanswered.values())), 200)}"
+        for name, side in (("A", a), ("B", b))
+        if side.unanswered
+    ]
+    if not left:
+        raise KizamiError(f"no conversation was answered by both: {notes[0]}", code="no_answer")
+    return [
+        Joined("tool calls", "none", measure, _scores(a, measure, left), _scores(b, measure, left))
+        for measure in MEASURES
+    ], notes
 
 
-def _scores(found: Replay, measure: str) -> tuple[tuple[float, ...], ...]:
-    return tuple((float(all(getattr(one, measure) for one in worths)),) for worths in found.worths)
+def _scores(found: Replay, measure: str, left: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    return tuple((float(all(getattr(one, measure) for one in found.worths[at])),) for at in left)
 
 
 @dataclass(frozen=True, slots=True)

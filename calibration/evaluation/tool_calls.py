@@ -219,12 +219,14 @@ def _made(call: object) -> Call | None:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return None
-    text = function.get("arguments")
+    given = function.get("arguments")
     try:
-        arguments = json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError):
+        text = given if isinstance(given, str) else json.dumps(given)
+        arguments = parse_json_object(text.encode(), "", what="arguments")
+        json.dumps(arguments, allow_nan=False)  # NaN is Python's, and no JSON
+    except (KizamiError, ValueError, RecursionError):
         return None
-    return Call(function["name"], arguments) if isinstance(arguments, dict) else None
+    return Call(function["name"], arguments)
 
 
 def _fits(conversation: Conversation, call: Call) -> bool:
@@ -240,7 +242,7 @@ def _fits(conversation: Conversation, call: Call) -> bool:
         Draft202012Validator.check_schema(schema)
         checker = Draft202012Validator(schema, registry=Registry())  # which fetches nothing
         return bool(checker.is_valid(dict(call.arguments)))
-    except OverflowError:  # a number that float cannot hold: the model's
+    except (ArithmeticError, ValueError):  # a number that float cannot hold: the model's
         return False
     except (SchemaError, UndefinedTypeCheck, Unresolvable, RecursionError) as e:
         raise KizamiError(

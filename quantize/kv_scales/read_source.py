@@ -230,7 +230,7 @@ class _Source:
             return f"{module} is {step.weight.dtype}"
         with opened(step, self.reader, Buffers(0)) as source:
             weight = float32_weight(source.rows, source.grid, source.block).astype(np.float64)
-        return weight, gamma, bias, max(self._largest_scale(names, module), LARGEST_PLAIN_WEIGHT / E4M3_MAX)
+        return weight, gamma, bias, self._largest_scale(names, module) or LARGEST_PLAIN_WEIGHT / E4M3_MAX
 
     def _largest_scale(self, names: Mapping[str, str], module: str) -> float:
         """Of all FP8 projections that engines fuse with this one; 0 of none."""
