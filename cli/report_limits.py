@@ -31,7 +31,7 @@ MIN_SQNR = Kind("--min-sqnr", "dB", "20", -1)
 
 
 def parse_limits(kind: Kind, texts: Sequence[str] | None) -> dict[str, float]:
-    """By role, ALL for a bare number. KizamiError "bad_option"."""
+    """By role, ALL for a bare number. KizamiError "usage"."""
     limits: dict[str, float] = {}
     for text in texts or ():
         role, mark, number = text.rpartition("=")
@@ -42,10 +42,10 @@ def parse_limits(kind: Kind, texts: Sequence[str] | None) -> dict[str, float]:
         given, unit = f"{kind.option} {printable(text, 60)}", kind.unit
         if not abs(value) < 1e6 or (kind is MAX_REL_ERROR and value < 0) or (mark and not role):
             raise KizamiError(
-                f"{given}; expected {unit}, or ROLE={unit} such as routed_expert={kind.example}", code="bad_option"
+                f"{given}; expected {unit}, or ROLE={unit} such as routed_expert={kind.example}", code="usage"
             )
         if role in limits:
-            raise KizamiError(f"{given}: given twice for one role", code="bad_option")
+            raise KizamiError(f"{given}: given twice for one role", code="usage")
         limits[role] = value
     return limits
 
