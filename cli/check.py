@@ -66,7 +66,7 @@ def check(
     needed. An error means: does not load, or loads as something else. Exit code 1 if there is one. -v shows the public
     file that each rule rests on.
     """
-    from kizami.cli.source import open_source
+    from kizami.cli.hub_source import open_headers
     from kizami.formats.engines.check import Checker
     from kizami.formats.engines.finding import ENGINES
 
@@ -74,7 +74,7 @@ def check(
     if engine_version is not None and engine is None:
         given = o.spelled(context, "engine_version")
         raise KizamiError(f"{given} without --engine: a version of what?", code="usage", hint="add --engine")
-    opened = open_source(checkpoint)
+    opened = open_headers(ui, checkpoint)
     checker = Checker(served_from(opened, ui))
     engines: tuple[EngineName, ...] = ENGINES if engine is None else (engine,)
     results = {name: _findings(checker, name, engine_version, tp, ep, pp, asked=engine is not None) for name in engines}

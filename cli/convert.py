@@ -1,28 +1,28 @@
 """`kizami convert`: the main job."""
 
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kizami.cli import engine as e
+from kizami.cli import hub_options as h
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
-from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked, kv_body
-from kizami.cli.method_words import method_body, method_lines, show_fallbacks, some
+from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert
+from kizami.cli.hub_run import HubAsked, clean_up, made_in, remote_of
+from kizami.cli.hub_source import open_for_convert
+from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked
+from kizami.cli.method_words import method_lines, show_fallbacks, some
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
-from kizami.cli.stop import STOP
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
     from kizami.quantize.plan import Plan
-
-OVER_SHOWN = 5
 
 NewFolder = Annotated[
     Path, typer.Argument(metavar="OUT", show_default=False, help="The folder to write; it must not exist yet.")
@@ -62,6 +62,10 @@ def convert(
     workers: o.Workers = None,
     dry_run: o.DryRun = False,
     restart: o.Restart = False,
+    scratch_limit: h.ScratchLimit = "50GB",
+    push_to: h.PushTo = None,
+    private: h.Private = False,
+    delete_pushed: h.DeletePushed = False,
     max_rel_error: o.MaxRelError = None,
     quiet: o.Quiet = False,
     verbose: o.Verbose = False,
@@ -74,7 +78,6 @@ def convert(
     another layout. The work goes to OUT.partial; OUT appears when it is complete. The same command again resumes an
     interrupted run. The source is never written to.
     """
-    from kizami.cli.source import open_source
     from kizami.quantize.calibrated.solver import check_device
     from kizami.quantize.planner import build_plan
 
@@ -85,10 +88,16 @@ def convert(
     policy = o.policy_from(context, told, ui)
     check_force(context, kv_scales, force_kv_scales)
     asked, statistics = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer), None
+    mirror, hub = None, HubAsked(scratch_limit, push_to, private, delete_pushed)
+    hub.check(context)
     job = e.engine_job(context, ui, src, asked, (method, scale_sign, clip_allowance, stats))
     if job is None:
         how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
-        checkpoint = open_source(src)
+        checkpoint, mirror = open_for_convert(ui, src, out, dry_run=dry_run, restart=restart)
+        if mirror is not None and statistics is not None:
+            given = o.spelled(context, "stats")
+            said = f"{given} needs the source on the disk, where it was made"
+            raise KizamiError(said, code="usage", hint="hf download, and name the folder")
         kv = kv_asked(kv_scales, force_kv_scales, checkpoint)
         plan = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
     else:
@@ -101,17 +110,22 @@ def convert(
     if dry_run:
         _show_dry_run(ui, plan, checkpoint, statistics, out, tp)
         return
+    limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
+    remote = remote_of(ui, plan, checkpoint, mirror, out, hub, limit, max_rel_error)
     body = run_convert(
-        ui, plan, checkpoint, out, statistics=statistics, job=job, device=device, workers=workers, restart=restart
-    )
-    over = exceeding(out, max_rel_error)
+        ui, plan, checkpoint, out, statistics=statistics, job=job, device=device, workers=workers, restart=restart,
+        remote=remote,
+    )  # fmt: skip
+    made = made_in(remote, out)
+    over = exceeding(made, max_rel_error)
     if json:
         from kizami.quantize.report import threshold_hint
 
         hint = threshold_hint(body["method"]) if over else None
         ui.emit("convert", body | {"max_rel_error": max_rel_error, "exceeding": over, "hint": hint})
     else:
-        show_convert(ui, body)
+        show_convert(ui, body, made)
+    clean_up(remote, out)
     fail_over_threshold(ui, over, max_rel_error, body["method"])
 
 
@@ -179,110 +193,15 @@ def free_bytes(out: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def run_convert(
-    ui: Ui,
-    plan: "Plan",
-    checkpoint: "Checkpoint",
-    out: Path,
-    *,
-    statistics: "Statistics | None" = None,
-    job: "e.EngineJob | None" = None,
-    device: str = "cpu",
-    workers: int | None = None,
-    restart: bool = False,
-    again: str = "run the same command again to resume",
-) -> dict[str, Any]:
-    """Runs the plan with progress on stderr and gives the object of --json. `again`: how an interrupted run goes on."""
-    import time
-
-    from kizami.cli.watch import Watch
-    from kizami.formats.side_files import find_side_files
-    from kizami.quantize.manifest import MANIFEST
-
-    with STOP.held():
-        from kizami.quantize.pipeline import run
-        from kizami.quantize.warm_up import warm_up
-
-    started = time.monotonic()
-    side_files = find_side_files(checkpoint)
-    watch = Watch(ui, plan)
-    before = (out / MANIFEST).exists()
-
-    def interrupted() -> str:
-        if not before and (out / MANIFEST).exists():  # OUT appears with one rename, and whole
-            return f"interrupted; {out} is complete"
-        return f"interrupted: {again}; {watch.done} of {watch.of} shards are done"
-
-    STOP.say = interrupted
-    with watch:
-        with STOP.held():
-            warm_up(plan)
-        maker = None if job is None else job.maker(ui, plan, watch.phase)
-        run(
-            plan,
-            checkpoint,
-            out,
-            statistics=statistics,
-            engine=maker,
-            device=device,
-            workers=workers,
-            restart=restart,
-            on_event=watch,
-        )
-    STOP.complete = str(out)
-    return convert_body(plan, out, time.monotonic() - started) | {
-        "side_files": {
-            "copied": list(side_files.copied),
-            "left": [{"name": name, "reason": reason} for name, reason in side_files.left],
-        }
-    }
-
-
-def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
-    from kizami.quantize.manifest import read_manifest
-    from kizami.quantize.report import (
-        fallback_reason,
-        fallbacks,
-        measured,
-        pooled_error,
-        read_report,
-        role_summaries,
-        worst_tensors,
-    )
-
-    manifest, rows = read_manifest(out), read_report(out)
-    worst = worst_tensors(rows, 1)
-    return {
-        "out": str(out),
-        "scheme": manifest["scheme"],
-        "method": manifest["method"],
-        "plan_hash": manifest["plan_hash"],
-        "source": {"bytes": plan.source_bytes, "tensors": plan.source["tensors"]},
-        "output": {**manifest["output"], "shards": len(manifest["shards"])},
-        "packed_modules": len(plan.packed),
-        "actions": plan.counts,
-        "calibration": manifest.get("calibration"),
-        "kv_scales": kv_body(manifest),
-        "fallbacks": [
-            {"name": row["name"], "reason": fallback_reason(row), "method": row["method"]} for row in fallbacks(rows)
-        ],
-        "has_negative_scales": manifest["has_negative_scales"],
-        "rel_error": pooled_error(measured(rows)),
-        **method_body(rows),
-        "worst": {"name": worst[0]["name"], "rel_error": worst[0]["rel_error"]} if worst else None,
-        "roles": [asdict(line) for line in role_summaries(rows)],
-        "seconds": seconds,
-        "warnings": list(plan.warnings),
-    }
-
-
-def show_convert(ui: Ui, body: dict[str, Any]) -> None:
+def show_convert(ui: Ui, body: dict[str, Any], made: Path) -> None:
+    """made: the folder that has the report now."""
     source, output = body["source"], body["output"]
     how = f", --method {body['method']}" if "quantize" in body["actions"] else ""
-    ui.heading(f"{body['out']}: {body['packed_modules']:,} modules packed, {body['scheme']}{how}")
+    place = body["out"] or body["pushed"]["repo"]
+    ui.heading(f"{place}: {body['packed_modules']:,} modules packed, {body['scheme']}{how}")
     show_roles(ui, body["roles"])
     if ui.verbose:
-        _show_every_tensor(ui, Path(body["out"]))
+        _show_every_tensor(ui, made)
     side = body["side_files"]
     ui.say()
     ui.prose(f"copied beside the weights: {some(side['copied'])}")
@@ -299,6 +218,8 @@ def show_convert(ui: Ui, body: dict[str, Any]) -> None:
     ui.say(f"source {exact(source['bytes'])}")
     ui.say(f"output {exact(output['bytes'])} in {counted(output['shards'], 'file')}, {duration(body['seconds'])}")
     ui.warn(body["warnings"])
+    if body["pushed"]:
+        ui.say(f"pushed to {body['pushed']['repo']}, commit {body['pushed']['commit']}")
     error = "" if body["rel_error"] is None else f", relative error {body['rel_error']:.4f}"
     ratio = relative_size(output["bytes"], source["bytes"])
     ui.result(f"{gib(output['bytes'])}, {ratio}, {output['bits_per_weight']:.2f} bits per weight{error}")
@@ -343,29 +264,6 @@ def _left(left: list[dict[str, str]]) -> str:
     parts = [f"{counted(len(weights), 'weight file')} (converted)"] if weights else []
     parts += [f"{' and '.join(rewritten)} (rewritten)"] if rewritten else []
     return ", ".join([*parts, *(f"{some(names)} ({reason})" for reason, names in reasons.items())]) or "nothing"
-
-
-def exceeding(out: Path, max_rel_error: float | None) -> list[dict[str, Any]]:
-    """Packed tensors above the threshold, the worst first."""
-    from kizami.quantize.report import over_threshold, read_report
-
-    if max_rel_error is None:
-        return []
-    rows = over_threshold(read_report(out), max_rel_error)
-    return [{"name": row["name"], "rel_error": row["rel_error"]} for row in rows]
-
-
-def fail_over_threshold(ui: Ui, over: list[dict[str, Any]], max_rel_error: float | None, method: str) -> None:
-    """Exit code 1, naming the tensors."""
-    from kizami.quantize.report import threshold_hint
-
-    if not over:
-        return
-    lines = [f"{row['name']}: relative error {row['rel_error']:.4f} is above {max_rel_error:g}" for row in over]
-    ui.fail(lines, OVER_SHOWN)
-    if (hint := threshold_hint(method)) is not None:
-        ui.fail([hint])
-    raise typer.Exit(1)
 
 
 COMMAND = Command(

@@ -95,7 +95,8 @@ def unpack(folder: Path) -> Path:
 
 def tour(ui: Ui, source: Path, out: Path, workers: int | None) -> dict[str, Any]:
     """plan, convert, verify, report, each under the command that does the same."""
-    from kizami.cli.convert import run_convert, show_convert
+    from kizami.cli.convert import show_convert
+    from kizami.cli.convert_run import run_convert
     from kizami.cli.plan import COMPILE_SECONDS, plan_body, show_plan
     from kizami.cli.report import report_body, show_report
     from kizami.cli.verify import run_verify, show_verify, verify_body
@@ -117,7 +118,7 @@ def tour(ui: Ui, source: Path, out: Path, workers: int | None) -> dict[str, Any]
     converted = run_convert(
         ui, plan, checkpoint, out, workers=workers, again="run the `kizami convert` line above to resume"
     )
-    show_convert(ui, converted)
+    show_convert(ui, converted, out)
 
     ui.heading(_shell("$ kizami verify", out, "--against", source))
     found = run_verify(ui, out, checkpoint, workers=workers)

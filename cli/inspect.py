@@ -29,10 +29,10 @@ def inspect(
     Reads config.json, the index and the headers; no weight. The last line says whether it can be converted. Exit code 2
     if not.
     """
-    from kizami.cli.source import open_source
+    from kizami.cli.hub_source import open_headers
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
-    checkpoint = open_source(src)
+    checkpoint = open_headers(ui, src)
     problems: list[KizamiError] = []
     body = inspect_body(checkpoint, problems)
     if tensors is not None or verbose:

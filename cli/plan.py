@@ -58,7 +58,7 @@ def plan(
     output. Reads headers only. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
     --tp, or no serving engine loads the output at that size.
     """
-    from kizami.cli.source import open_source
+    from kizami.cli.hub_source import open_headers
     from kizami.quantize.capacity import split_groups
     from kizami.quantize.loading import too_many_ranks
     from kizami.quantize.planner import build_plan
@@ -70,7 +70,7 @@ def plan(
     policy = o.policy_from(context, told, ui)
     check_force(context, kv_scales, force_kv_scales)
     how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
-    checkpoint = open_source(src)
+    checkpoint = open_headers(ui, src)
     inputs = (recipe, kv_scales)
     target = None if output is None else Target.checked(output, checkpoint.root, *inputs)
     recipe_file = None if write_recipe is None else Target.checked(str(write_recipe), checkpoint.root, *inputs)

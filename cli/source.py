@@ -13,18 +13,18 @@ def open_source(source: str) -> "Checkpoint":
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.hub.cache import locate
 
-    _refuse_nameless(source, "SRC")
+    refuse_nameless(source, "SRC")
     return Checkpoint.open(locate(source))
 
 
 def finished_output(out: str) -> Path:
     from kizami.formats.hub.cache import locate
 
-    _refuse_nameless(out, "OUT")
+    refuse_nameless(out, "OUT")
     return locate(out)
 
 
-def _refuse_nameless(word: str, what: str) -> None:
+def refuse_nameless(word: str, what: str) -> None:
     """`kizami verify "$OUT"` with an unset variable: Path("") would be the current folder."""
     if not word:
         raise KizamiError(f"{what} is empty", code="usage", hint="name a folder (is a variable of your shell unset?)")

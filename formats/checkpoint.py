@@ -31,7 +31,8 @@ class Checkpoint:
     """An opened checkpoint: every header read and checked against the index and the file's size.
 
     `headers` is in natural file order; `tensors` (name -> TensorInfo) in natural file order, then by offset. `indexed`
-    says whether an index exists. `notes` are facts worth telling that stop nothing.
+    says whether an index exists. `notes` are facts worth telling that stop nothing. remote: the weights are on the Hub,
+    and `root` is a mirror (hub/mirror.py) in which they are fetched one by one.
     """
 
     root: Path
@@ -40,6 +41,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     indexed: bool
     notes: tuple[str, ...]
+    remote: bool = False
 
     @staticmethod
     def open(root: str | Path) -> "Checkpoint":
@@ -88,8 +90,11 @@ class Checkpoint:
     def check_unchanged(self, files: Iterable[str] | None = None) -> None:
         """Raises KizamiError "source_changed" if one of `files` (all by default) is not the file that was opened.
 
-        Size, modification time and inode are compared.
+        Size, modification time and inode are compared. Nothing is of a remote one: each file was held against the Hub's
+        hash when it came, and is gone by now.
         """
+        if self.remote:
+            return
         for file in self.headers if files is None else files:
             try:
                 status = self.path(file).stat()
@@ -101,7 +106,17 @@ class Checkpoint:
 
 
 def check_same(header: Header, status: os.stat_result) -> None:
-    """Raises KizamiError "source_changed" if `status` is not that of the file whose header was read."""
+    """Raises KizamiError "source_changed" if `status` is not that of the file whose header was read, "not_fetched" for
+    a file on the Hub that is not there."""
+    if header.inode is None:
+        if status.st_mtime_ns != header.mtime_ns:
+            raise KizamiError(
+                "is on the Hub, and its weights were not fetched",
+                code="not_fetched",
+                file=header.file,
+                hint="download the checkpoint (hf download), and name its folder",
+            )
+        return
     for what, now, then in (
         ("size", status.st_size, header.file_size),
         ("mtime_ns", status.st_mtime_ns, header.mtime_ns),

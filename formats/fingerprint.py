@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.files import open_regular, read_exactly
@@ -16,7 +18,23 @@ def sample_contents(checkpoint: Checkpoint) -> dict[str, str]:
 
     A single changed byte is seen only by luck: `verify --against` is for that. KizamiError as files.open_regular.
     """
-    return {name: _sample(checkpoint, name) for name in checkpoint.headers}
+    return {name: sample_file(checkpoint.path(name), name) for name in checkpoint.headers}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a source's files are known by. stated: when a run begins; sampled: as `sample_contents`, in the manifest. Of
+    a folder both are one; of a source on the Hub the first are the Hub's own hashes, and the others come with the
+    files."""
+
+    stated: dict[str, str]
+    sampled: dict[str, str]
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> "Contents":
+        """Of a folder."""
+        found = sample_contents(checkpoint)
+        return Contents(found, found)
 
 
 def config_sha256(checkpoint: Checkpoint) -> str:
@@ -24,15 +42,16 @@ def config_sha256(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(canonical(checkpoint.config).encode()).hexdigest()
 
 
-def _sample(checkpoint: Checkpoint, name: str) -> str:
-    head = checkpoint.headers[name]
-    data = head.file_size - head.data_begin
-    size = min(PAGE_BYTES, data)
+def sample_file(path: Path, name: str) -> str:
+    """Of one safetensors file; `name` in errors."""
     digest = hashlib.sha256()
-    fd = open_regular(checkpoint.path(name), name)
+    fd = open_regular(path, name)
     try:
-        for i in range(PAGES if size else 0):
-            at = head.data_begin + (data - size) * i // (PAGES - 1)
+        begin = 8 + int.from_bytes(read_exactly(fd, 0, 8, name), "little")
+        data = os.fstat(fd).st_size - begin
+        size = min(PAGE_BYTES, data)
+        for i in range(PAGES if size > 0 else 0):
+            at = begin + (data - size) * i // (PAGES - 1)
             digest.update(read_exactly(fd, at, size, name))
     finally:
         os.close(fd)

@@ -33,12 +33,13 @@ _DOWNLOAD = "download the file again"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one file says about itself. `sha256` is that of the first `data_begin` bytes (length and header)."""
+    """What one file says about itself. `sha256` is that of the first `data_begin` bytes (length and header). inode:
+    None for a file on the Hub, which is fetched when it is needed and known by its hash then."""
 
     file: str
     file_size: int
     mtime_ns: int
-    inode: int
+    inode: int | None
     data_begin: int
     tensors: tuple[TensorInfo, ...]  # by offset
     sha256: str

@@ -57,6 +57,14 @@ class TensorReader:
                 os.close(entry.fd)
             self._open.clear()
 
+    def forget(self, file: str) -> None:
+        """Closes `file`, which nobody reads now; whatever is there later is opened anew."""
+        with self._lock:
+            entry = self._open.pop(file, None)
+            if entry is not None:
+                assert not entry.users, "forgotten during a read"
+                os.close(entry.fd)
+
     def read(
         self, info: TensorInfo, *, first: int = 0, nbytes: int | None = None, empty: Empty = np.empty
     ) -> np.ndarray:

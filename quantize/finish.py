@@ -13,7 +13,7 @@ from typing import Any
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import all_files, file_sha256, io_error, open_regular, read_exactly, resolve_inside
-from kizami.formats.fingerprint import sample_contents
+from kizami.formats.fingerprint import Contents
 from kizami.formats.index import INDEX_NAME, encode_index
 from kizami.formats.model_card import render_card
 from kizami.formats.run_log import FOLDER, JOURNAL, is_identity
@@ -21,6 +21,7 @@ from kizami.formats.side_files import copy_side_file, find_side_files
 from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
 from kizami.quantize.card import card_facts, hub_origin
+from kizami.quantize.delivery import Delivery
 from kizami.quantize.journal import (
     JOURNAL_FILE,
     Journal,
@@ -44,13 +45,15 @@ def finish(
     out: Path,
     side_files: Sequence[str],
     source_contents: dict[str, str],
+    delivery: Delivery | None = None,
 ) -> dict[str, Any]:
     """Writes index, config, side files, report, card and manifest; renames. Returns the manifest.
 
     side_files: what was found to copy when the run began; one that is gone since is an error, not an omission.
+    delivery: everything is on the Hub before OUT appears; where it takes the shards off the disk, OUT does not.
     """
     partial = journal.partial
-    _check_shards_are_there(partial, journal, plan)
+    _check_shards_are_there(partial, journal, plan, delivery)
     files = {name: copy_side_file(checkpoint, name, partial) for name in side_files}
     rows = [json.loads(line) for shard in plan.shards for line in _lines(journal.rows_path(shard.number))]
     weight_map = {spec.name: shard.file for shard in plan.shards for spec in shard.tensors}
@@ -69,7 +72,12 @@ def finish(
     manifest = build_manifest(plan, shards, files, negative, source_contents, hub_origin(checkpoint.root))
     write_file_durably(partial / MANIFEST, dump_json(manifest))
     check_no_strangers(partial, written_files(plan, side_files), finished=True)
-    _publish(partial, out)
+    if delivery is not None:
+        fsync_folder(partial)
+        delivery.gate(rows)
+        delivery.last({name: partial / name for name in (*files, MANIFEST)}, records)
+    if delivery is None or not delivery.delete:
+        _publish(partial, out)
     return manifest
 
 
@@ -78,12 +86,13 @@ def _lines(path: Path) -> Iterator[str]:
         yield from f
 
 
-def _check_shards_are_there(partial: Path, journal: Journal, plan: Plan) -> None:
+def _check_shards_are_there(partial: Path, journal: Journal, plan: Plan, delivery: Delivery | None) -> None:
     """They were right when they were recorded; a cheap look tells that nobody has removed or cut one since."""
     for shard in plan.shards:
         record, rows = journal.done[shard.number], journal.rows_path(shard.number)
+        sent = delivery is not None and delivery.delete and delivery.is_there(record)
         with suppress(FileNotFoundError):
-            if is_regular(partial / shard.file, record.nbytes) and is_regular(rows):
+            if is_regular(rows) and (sent or is_regular(partial / shard.file, record.nbytes)):
                 continue
         raise KizamiError(
             "was finished, and is gone or another file now (or its report rows are)",
@@ -148,16 +157,20 @@ def _settle(out: Path) -> None:
         raise io_error("cannot remove the journal", e, f"{out.name}/{FOLDER}", hint) from e
 
 
-def complete_published(plan: Plan, checkpoint: Checkpoint, out: Path) -> dict[str, Any] | None:
+def complete_published(
+    plan: Plan, checkpoint: Checkpoint, out: Path, contents: Contents | None = None
+) -> dict[str, Any] | None:
     """The manifest if a run of this job was killed between the rename and the end of the journal's removal, which is
-    then all that was left to do; else None."""
-    manifest = find_published(plan, checkpoint, out)
+    then all that was left to do; else None. contents: of a source that is on the Hub."""
+    manifest = find_published(plan, checkpoint, out, contents)
     if manifest is not None:
         _settle(out)
     return manifest
 
 
-def find_published(plan: Plan, checkpoint: Checkpoint, out: Path) -> dict[str, Any] | None:
+def find_published(
+    plan: Plan, checkpoint: Checkpoint, out: Path, contents: Contents | None = None
+) -> dict[str, Any] | None:
     """As `complete_published`, and changes nothing. Like a resume it builds on bytes: OUT is hashed."""
     folder = out / FOLDER
     try:
@@ -165,11 +178,11 @@ def find_published(plan: Plan, checkpoint: Checkpoint, out: Path) -> dict[str, A
             return None
         if not all(JOURNAL_FILE.fullmatch(path.name) and is_regular(path) for path in folder.iterdir()):
             return None
-        contents = sample_contents(checkpoint)
+        contents = contents or Contents.of(checkpoint)
         manifest = read_manifest(out)
-        if (manifest["plan_hash"], manifest["source_contents"]) != (plan.hash, contents):
+        if (manifest["plan_hash"], manifest["source_contents"]) != (plan.hash, contents.sampled):
             return None
-        whole = _is_this_jobs(folder / JOURNAL, plan, checkpoint, contents) and _is_whole(
+        whole = _is_this_jobs(folder / JOURNAL, plan, checkpoint, contents.stated) and _is_whole(
             manifest, plan, checkpoint, out
         )
     except (FileNotFoundError, NotADirectoryError):

@@ -137,16 +137,14 @@ class Journal:
         write_file_durably(self.rows_path(number), data)
         return hashlib.sha256(data).hexdigest()
 
-    def is_whole(self, record: ShardRecord) -> bool:
-        """Whether shard and rows are still the bytes that were recorded."""
+    def is_whole(self, record: ShardRecord, *, sent: bool = False) -> bool:
+        """Whether shard and rows are still the bytes that were recorded. sent: the shard is on the Hub, and may be gone
+        from here."""
         try:
             shard, rows = self.partial / record.file, self.rows_path(record.number)
-            return (
-                is_regular(shard, record.nbytes)
-                and is_regular(rows)
-                and file_sha256(rows, rows.name) == record.rows_sha256
-                and file_sha256(shard, record.file) == record.sha256
-            )
+            if not is_regular(rows) or file_sha256(rows, rows.name) != record.rows_sha256:
+                return False
+            return sent or (is_regular(shard, record.nbytes) and file_sha256(shard, record.file) == record.sha256)
         except (OSError, KizamiError):
             return False
 

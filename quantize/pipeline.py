@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Lock, Semaphore
@@ -11,7 +12,8 @@ from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.formats.fingerprint import sample_contents
+from kizami.formats.fingerprint import Contents
+from kizami.formats.hub.mirror import Mirror
 from kizami.formats.reader import TensorReader
 from kizami.formats.run_log import FOLDER
 from kizami.formats.side_files import find_side_files, side_file_bytes
@@ -20,6 +22,7 @@ from kizami.formats.writer import make_folders_durably
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver, check_device, libraries
 from kizami.quantize.calibrated.statistics import Calibration, check_source, check_statistics
+from kizami.quantize.delivery import Delivery
 from kizami.quantize.executor import available_cores, in_thread
 from kizami.quantize.finish import complete_published, finish
 from kizami.quantize.given import Given, Make, kept_bytes, prepare
@@ -28,6 +31,7 @@ from kizami.quantize.place import check_no_strangers, check_place, check_still_a
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.settings import GIVEN
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
+from kizami.quantize.supply import Supply
 from kizami.quantize.tensor import Piece
 from kizami.quantize.warm_up import warm_up
 
@@ -57,7 +61,38 @@ class ShardDone:
     of: int
 
 
-RunEvent = Started | Progress | ShardDone
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A commit has arrived on the Hub."""
+
+    files: int
+    commit: str
+
+
+RunEvent = Started | Progress | ShardDone | Pushed
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What of a run is on the Hub: the source, which `mirror` fetches; the output, which `delivery` pushes. limit:
+    bytes of disk for both, at most."""
+
+    mirror: Mirror | None
+    delivery: Delivery | None
+    limit: int
+
+    @property
+    def sheds(self) -> bool:
+        """Whether shards leave the disk."""
+        return self.delivery is not None and self.delivery.delete
+
+    def contents(self) -> Contents | None:
+        """None of a source in a folder."""
+        if self.mirror is None:
+            return None
+        files = self.mirror.repository.files
+        stated = {name: files[name].sha256 or files[name].git for name in files if name.endswith(".safetensors")}
+        return Contents(stated, self.mirror.contents())
 
 
 def run(
@@ -70,11 +105,13 @@ def run(
     device: str = "cpu",
     workers: int | None = None,
     restart: bool = False,
+    remote: Remote | None = None,
     on_event: Callable[[RunEvent], None] = lambda event: None,
 ) -> dict[str, Any]:
     """Converts `checkpoint` to `out` and returns the manifest. `on_event` is called by one thread at a time.
     statistics: those of plan.method.stats; they are held against checkpoint and plan before anything is written.
-    engine: of GIVEN; it writes the file that quantize/given.py reads. device: where gptq solves.
+    engine: of GIVEN; it writes the file that quantize/given.py reads. device: where gptq solves. remote: of a run from
+    or to the Hub; where shards leave the disk, OUT does not appear, and OUT.partial keeps all but them.
 
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """
@@ -83,13 +120,15 @@ def run(
         assert statistics is None, plan.method
     else:
         assert plan.method.stats == (None if statistics is None else statistics.sha256), plan.method
-    if (published := complete_published(plan, checkpoint, out)) is not None:
+    remote = remote or Remote(None, None, 0)
+    known = remote.contents()
+    if (published := complete_published(plan, checkpoint, out, known)) is not None:
         on_event(Started(len(plan.shards), len(plan.shards), ()))
         return published
     partial = check_place(checkpoint, out)
-    contents = sample_contents(checkpoint)
+    known = known or Contents.of(checkpoint)
     if statistics is not None:
-        check_source(statistics, checkpoint, contents)
+        check_source(statistics, checkpoint, known.sampled)
         check_statistics(plan, statistics)
     check_device(plan, device)
     make_folders_durably(partial)
@@ -100,11 +139,13 @@ def run(
         check_still_absent(out, partial)
         check_no_strangers(partial, ours | earlier, finished=False)
 
-    journal = Journal.open(partial, identity_of(plan, contents), restart=restart, look=look)
+    journal = Journal.open(partial, identity_of(plan, known.stated), restart=restart, look=look)
     try:
-        rewritten, outdated = _recheck(journal, plan, checkpoint)
+        rewritten, outdated = _recheck(journal, plan, checkpoint, remote.delivery)
         todo = [shard for shard in plan.shards if shard.number not in journal.done]
-        need = needed_bytes(plan, todo, side_file_bytes(checkpoint, side_files)) - kept_bytes(partial)
+        side = side_file_bytes(checkpoint, side_files)
+        need = needed_bytes(plan, [] if remote.sheds else todo, side) - kept_bytes(partial)
+        need += min(remote.limit, plan.source_bytes) if remote.mirror or remote.sheds else 0
         _check_free_space(need, partial)
         if engine is not None and todo and prepare(journal, engine):
             todo = list(plan.shards)
@@ -112,13 +153,17 @@ def run(
         on_event(Started(len(plan.shards), len(journal.done), rewritten, resumed, outdated))
         if todo:
             warm_up(plan)
-        in_thread(
-            lambda stop: _convert_all(
-                plan, checkpoint, statistics, device, todo, journal, workers or available_cores(), on_event, stop
-            )
-        )
-        checkpoint.check_unchanged()
-        return finish(_with_libraries(plan, device), checkpoint, journal, out, side_files, contents)
+        with remote.delivery or nullcontext():
+            in_thread(
+                lambda stop: _convert_all(
+                    plan, checkpoint, statistics, device, todo, journal, remote, workers or available_cores(), on_event,
+                    stop,
+                )
+            )  # fmt: skip
+            checkpoint.check_unchanged()
+            contents = (remote.contents() or known).sampled
+            made = _with_libraries(plan, device)
+            return finish(made, checkpoint, journal, out, side_files, contents, remote.delivery)
     finally:
         journal.close()
 
@@ -134,13 +179,17 @@ def _source_bytes(shard: Shard) -> int:
     return sum(step.weight.nbytes for step in shard.steps)
 
 
-def _recheck(journal: Journal, plan: Plan, checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _recheck(
+    journal: Journal, plan: Plan, checkpoint: Checkpoint, delivery: Delivery | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Finished shards are hashed again: a resume builds on bytes, not on names. A shard made before one of its source
     files was modified would mix two models: it is made anew, like a target of `make`. Returns changed ones, older ones.
     """
     mtimes = {shard.number: source_mtimes(shard, checkpoint) for shard in plan.shards}
     outdated = [record for record in journal.done.values() if record.source_mtimes != mtimes.get(record.number)]
-    changed = [record for record in journal.done.values() if record not in outdated and not journal.is_whole(record)]
+    sent = {number for number, record in journal.done.items() if delivery is not None and delivery.is_there(record)}
+    left = [record for record in journal.done.values() if record not in outdated]
+    changed = [record for record in left if not journal.is_whole(record, sent=record.number in sent)]
     for record in (*outdated, *changed):
         journal.forget(record.number)
     return tuple(record.file for record in changed), tuple(record.file for record in outdated)
@@ -164,6 +213,7 @@ def _convert_all(
     device: str,
     todo: list[Shard],
     journal: Journal,
+    remote: Remote,
     workers: int,
     on_event: Callable[[RunEvent], None],
     stop: Event,
@@ -176,7 +226,10 @@ def _convert_all(
     if plan.method.name == "gptq":
         workers = min(workers, SOLVER_WORKERS)
     drivers = max(1, min(len(todo), max(2, workers // 2))) if workers > 1 else 1
-    with TensorReader(checkpoint) as reader:
+    with TensorReader(checkpoint) as reader, ExitStack() as stack:
+        supply = _supply(remote, checkpoint, todo, journal, reader, stop)
+        if supply is not None:
+            stack.enter_context(supply)
         pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
         lead = ThreadPoolExecutor(drivers, "kizami-shard")
         record = _Record(journal, checkpoint, len(plan.shards), on_event)
@@ -191,9 +244,12 @@ def _convert_all(
         )
 
         def convert(shard: Shard) -> None:
-            started = time.monotonic()
-            finished = convert_shard(shop, shard)
-            record.shard(shard, finished, time.monotonic() - started)
+            with nullcontext() if supply is None else supply.lend(shard):
+                started = time.monotonic()
+                finished = convert_shard(shop, shard)
+            done = record.shard(shard, finished, time.monotonic() - started)
+            if remote.delivery is not None:
+                remote.delivery.hand(done)
 
         try:
             _wait_for_first_failure([lead.submit(convert, shard) for shard in todo])
@@ -206,6 +262,26 @@ def _convert_all(
                 solver.close()
             if given is not None:
                 given.close()
+
+
+def _supply(
+    remote: Remote, checkpoint: Checkpoint, todo: list[Shard], journal: Journal, reader: TensorReader, stop: Event
+) -> Supply | None:
+    """None where nothing comes and nothing goes. What an earlier run has finished and not sent is sent now."""
+    delivery = remote.delivery
+    waiting = [] if delivery is None else [done for done in journal.done.values() if not delivery.is_there(done)]
+    supply = None
+    if remote.mirror is not None or remote.sheds:
+        kept = {record.number: record.nbytes for record in waiting} if remote.sheds else {}
+        supply = Supply(remote.mirror, checkpoint, todo, reader, stop, remote.limit, outputs=remote.sheds, kept=kept)
+    if delivery is not None:
+        if supply is not None and delivery.delete:
+            delivery.on_gone, delivery.on_error = supply.gone, supply.fail
+            delivery.short, supply.on_short = lambda: supply.short, delivery.nudge
+            delivery.forget([done for done in journal.done.values() if done not in waiting])
+        for record in waiting:
+            delivery.hand(record)
+    return supply
 
 
 def _wait_for_first_failure(futures: list[Future[None]]) -> None:
@@ -226,7 +302,7 @@ class _Record:
         with self._lock:
             self._on_event(Progress(piece.source_nbytes))
 
-    def shard(self, shard: Shard, finished: FinishedShard, seconds: float) -> None:
+    def shard(self, shard: Shard, finished: FinishedShard, seconds: float) -> ShardRecord:
         assert finished.nbytes == shard.file_nbytes, (finished.nbytes, shard.file_nbytes)
         with self._lock:
             rows_sha256 = self._journal.write_rows(shard.number, finished.rows)
@@ -234,3 +310,4 @@ class _Record:
             record = ShardRecord(shard.number, finished.file, finished.nbytes, finished.sha256, rows_sha256, mtimes)
             self._journal.append(record)
             self._on_event(ShardDone(shard, finished.rows, seconds, len(self._journal.done), self._of))
+            return record

@@ -14,10 +14,14 @@ def locate(source: str) -> Path:
 
     Raises KizamiError "not_in_cache" for a Hub id that is not there; what is neither comes back as a path.
     """
-    if os.path.lexists(source):
-        return Path(source)
-    match = _HUB_ID.fullmatch(source)
-    return Path(source) if match is None else cached_snapshot(match["repo"], match["revision"])
+    named = hub_id(source)
+    return Path(source) if named is None else cached_snapshot(*named)
+
+
+def hub_id(source: str) -> tuple[str, str | None] | None:
+    """Repository and revision; None for a path that exists, and for what is no id."""
+    match = None if os.path.lexists(source) else _HUB_ID.fullmatch(source)
+    return None if match is None else (match["repo"], match["revision"])
 
 
 def cached_snapshot(repo: str, revision: str | None) -> Path:

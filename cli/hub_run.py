@@ -1,0 +1,151 @@
+"""A conversion from the Hub or to it: what `Remote` is made of, and what is left to do when it has ended."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kizami.cli import hub_source
+from kizami.cli import options as o
+from kizami.cli.output import Ui, counted
+from kizami.formats.errors import KizamiError
+
+if TYPE_CHECKING:
+    from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.hub.mirror import Mirror
+    from kizami.quantize.pipeline import Remote
+    from kizami.quantize.plan import Plan
+    from kizami.quantize.report import Row
+
+
+@dataclass(frozen=True, slots=True)
+class HubAsked:
+    """scratch_limit: as it was spelled."""
+
+    scratch_limit: str
+    push_to: str | None
+    private: bool
+    delete_pushed: bool
+
+    def check(self, context: typer.Context) -> None:
+        """KizamiError "usage" for an option that does nothing."""
+        for name in ("private", "delete_pushed"):
+            if getattr(self, name) and self.push_to is None:
+                given = o.spelled(context, name)
+                raise KizamiError(f"{given} without --push-to does nothing", code="usage", hint="add --push-to REPO")
+
+
+def remote_of(
+    ui: Ui,
+    plan: "Plan",
+    checkpoint: "Checkpoint",
+    mirror: "Mirror | None",
+    out: Path,
+    asked: HubAsked,
+    limit: int,
+    max_rel_error: float | None,
+) -> "Remote | None":
+    """None where neither end is on the Hub. limit: bytes. KizamiError "scratch_limit", "push_target", and as
+    `as_refusal`: before anything is converted."""
+    from kizami.formats.places import partial_of
+    from kizami.quantize.pipeline import Remote
+
+    _check_limit(plan, mirror, limit, sheds=asked.delete_pushed)
+    if mirror is not None:
+        ui.progress("fetching what lies beside the weights")
+        hub_source.fetch_side_files(checkpoint, mirror)
+    delivery = None
+    if asked.push_to is not None:
+        place = partial_of(out)
+        repo, private, delete = asked.push_to, asked.private, asked.delete_pushed
+        delivery, finished = hub_source.delivery_to(ui, repo, plan, place, private=private, delete=delete)
+        if finished is not None and delete and not place.exists():
+            _end_of_a_killed_run(ui, repo, finished, mirror)
+        delivery.gate = _gate(max_rel_error)
+        delivery.on_commit = lambda files, commit: ui.progress(
+            f"pushed {counted(files, 'file')} to {repo} (commit {commit[:12]})"
+        )
+    return None if mirror is None and delivery is None else Remote(mirror, delivery, limit)
+
+
+def _end_of_a_killed_run(ui: Ui, repo: str, manifest: dict[str, Any], mirror: "Mirror | None") -> None:
+    """A run that was killed when all was on the Hub has left the source's files: if they say that it was this one, that
+    is the end of it. KizamiError "out_exists" where nothing says so: the plan of a fine-tune is that of its model."""
+    if mirror is None or mirror.contents() != manifest.get("source_contents"):
+        raise KizamiError(
+            "holds a conversion by this plan already",
+            code="out_exists",
+            file=repo,
+            hint="push to a new repository, or see whether it is the one you want",
+        )
+    mirror.remove()
+    ui.result(f"{repo} holds this conversion, whole")
+    raise typer.Exit(0)
+
+
+def _check_limit(plan: "Plan", mirror: "Mirror | None", limit: int, *, sheds: bool) -> None:
+    """Before anything is made or fetched; what lies beside the weights counts, too, once it is known."""
+    from kizami.quantize.supply import check_limit, source_files
+
+    if mirror is None and not sheds:
+        return
+    sizes = {} if mirror is None else {name: file.size for name, file in mirror.repository.files.items()}
+    needs = {
+        shard.number: sum(sizes.get(name, 0) for name in source_files(shard)) + shard.file_nbytes * sheds
+        for shard in plan.shards
+    }
+    check_limit(limit, 0, needs)
+
+
+def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
+    """A model that misses its limit is not published: its index stays away."""
+    from kizami.quantize.report import over_threshold
+
+    def check(rows: "list[Row]") -> None:
+        over = [] if max_rel_error is None else over_threshold(rows, max_rel_error)
+        if over:
+            raise KizamiError(
+                f"{counted(len(over), 'tensor')} above --max-rel-error {max_rel_error:g}, the worst: {over[0]['name']} "
+                f"({over[0]['rel_error']:.4f}); shards are pushed, index and config are not",
+                code="over_threshold",
+                hint="another --method or a smaller --group-size; or raise the limit and run again",
+            )
+
+    return check
+
+
+def pushed_body(remote: "Remote | None") -> dict[str, Any] | None:
+    """What --json tells of the push."""
+    if remote is None or remote.delivery is None:
+        return None
+    target = remote.delivery.target
+    return {"repo": target.name, "commit": remote.delivery.commit, "endpoint": os.environ.get("HF_ENDPOINT")}
+
+
+def made_in(remote: "Remote | None", out: Path) -> Path:
+    """Where the files of a run that has ended are: OUT, or OUT.partial where no OUT appears."""
+    from kizami.formats.places import partial_of
+
+    return partial_of(out) if remote is not None and remote.sheds else out
+
+
+def clean_up(remote: "Remote | None", out: Path) -> None:
+    """The run has ended well, and nothing of it is needed any more but OUT, or what is on the Hub."""
+    from kizami.formats.run_log import FOLDER, JOURNAL
+
+    if remote is None:
+        return
+    if remote.sheds:  # first what the journal can make again, the journal last: a kill here leaves a run to resume
+        partial = made_in(remote, out)
+        for path in partial.iterdir():
+            if path.name != FOLDER:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in sorted((partial / FOLDER).iterdir(), key=lambda path: path.name == JOURNAL):
+            path.unlink()
+        shutil.rmtree(partial)
+    if remote.mirror is not None:
+        remote.mirror.remove()

@@ -1,0 +1,187 @@
+"""SRC on the Hub: its headers for a plan, its files for a conversion, its finished shards for a push."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kizami.cli.output import Ui, duration
+from kizami.cli.source import open_source, refuse_nameless
+from kizami.formats.errors import KizamiError, printable
+
+if TYPE_CHECKING:
+    from kizami.formats.checkpoint import Checkpoint
+    from kizami.formats.hub.client import Patience
+    from kizami.formats.hub.mirror import Mirror
+    from kizami.formats.hub.repository import Repository
+    from kizami.quantize.delivery import Delivery
+    from kizami.quantize.plan import Plan
+
+PINNED = "hub.json"  # in the scratch folder: the commit that it is of
+_FOLDERS: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the program ends
+
+
+def open_headers(ui: Ui, source: str) -> "Checkpoint":
+    """The checkpoint in a folder or in the Hub cache; of one on the Hub the headers alone are read, and no weight is on
+    the disk. KizamiError as `Repository.look` and Checkpoint.open."""
+    repository = _on_hub(ui, source)
+    if repository is None:
+        return open_source(source)
+    return _temporary_mirror(ui, repository).open()
+
+
+def open_for_convert(
+    ui: Ui, source: str, out: Path, *, dry_run: bool, restart: bool
+) -> tuple["Checkpoint", "Mirror | None"]:
+    """The same; for a conversion the mirror lies beside OUT, and is the one of an earlier run where there is one."""
+    from kizami.formats.hub.mirror import Mirror
+
+    repository = _on_hub(ui, source)
+    if repository is None:
+        return open_source(source), None
+    if dry_run:
+        mirror = _temporary_mirror(ui, repository)
+    else:
+        folder = out.with_name(f"{out.name}.source")
+        _pin(folder, repository, source, restart=restart)
+        mirror = Mirror(repository, folder, _patience(ui))
+    return mirror.open(), mirror
+
+
+def fetch_side_files(checkpoint: "Checkpoint", mirror: "Mirror") -> None:
+    """What is copied, and the card, before the run looks at them."""
+    from kizami.formats.side_files import find_side_files
+    from kizami.quantize.manifest import CARD
+
+    cards = [CARD] if CARD in mirror.repository.files else []
+    mirror.fetch_all([*find_side_files(checkpoint).copied, *cards])
+
+
+def delivery_to(
+    ui: Ui, repo: str, plan: "Plan", partial: Path, *, private: bool, delete: bool
+) -> tuple["Delivery", dict[str, Any] | None]:
+    """Makes the repository, and sees that it can take this output; the manifest, if a run of this plan has finished it.
+    KizamiError as `as_refusal`, "push_target"."""
+    from kizami.formats.hub.target import Target
+    from kizami.quantize.delivery import Delivery, refuse_other_model
+
+    delivery = Delivery(Target(repo, private, _patience(ui)), partial, delete)
+    head = delivery.begin()
+    return delivery, refuse_other_model(head, plan.hash, lambda name: read_there(head, name))
+
+
+def read_there(head: "Repository", name: str) -> dict[str, Any]:
+    """The JSON object in a file of the repository. KizamiError "bad_json", and as `as_refusal`."""
+    from kizami.formats.hub.client import Patience, as_refusal, patiently
+    from kizami.formats.hub.ranges import first_bytes
+    from kizami.formats.strict_json import parse_json_object
+    from kizami.quantize.manifest import MAX_MANIFEST_BYTES
+
+    size = head.files[name].size
+    if size > MAX_MANIFEST_BYTES:
+        raise KizamiError(f"has {size:,} bytes", code="push_target", file=f"{head.name}/{name}")
+    with as_refusal(head.name):
+        data = patiently(lambda: first_bytes(head, name, size), Patience())
+    return parse_json_object(data, f"{head.name}/{name}", what="file")
+
+
+def _on_hub(ui: Ui, source: str) -> "Repository | None":
+    """What the Hub has under this id now; None for a folder, for what is whole in the user's cache, and where the Hub
+    is not to be asked or not to be reached, and the cache has something."""
+    from kizami.formats.hub.cache import cached_snapshot, hub_id
+    from kizami.formats.hub.repository import Repository
+
+    refuse_nameless(source, "SRC")
+    named = hub_id(source)
+    if named is None or _is_offline():
+        return None
+    name, revision = named
+    try:
+        repository = Repository.look(name, revision, _patience(ui))
+    except KizamiError as e:
+        if e.code != "hub_unreachable":
+            raise
+        try:
+            cached_snapshot(name, revision)
+        except KizamiError:
+            raise e from None
+        ui.warn(["the Hub cannot be reached: what was downloaded before is used"])
+        return None
+    if _is_cached(repository):
+        return None
+    ui.progress(f"{name}: commit {repository.commit}")
+    return repository
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _is_cached(repository: "Repository") -> bool:
+    from kizami.formats.hub.cache import cached_snapshot
+
+    try:
+        folder = cached_snapshot(repository.name, repository.commit)
+    except KizamiError:
+        return False
+    return all((folder / name).exists() for name in repository.files)
+
+
+def _patience(ui: Ui) -> "Patience":
+    from kizami.formats.hub.client import Patience
+
+    def tell(seconds: float, error: BaseException) -> None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        said = f"HTTP {status}" if status else type(error).__name__
+        ui.progress(f"the Hub is busy ({said}): asked again in {duration(seconds)}")
+
+    return Patience(on_wait=tell)
+
+
+def _temporary_mirror(ui: Ui, repository: "Repository") -> "Mirror":
+    from kizami.formats.hub.mirror import Mirror
+
+    folder = tempfile.TemporaryDirectory(prefix="kizami-")
+    _FOLDERS.append(folder)
+    return Mirror(repository, Path(folder.name), _patience(ui))
+
+
+def _pin(folder: Path, repository: "Repository", source: str, *, restart: bool) -> None:
+    """Makes the scratch folder, for this commit and no other. KizamiError "hub_moved", "out_exists", "locked"."""
+    from kizami.formats.run_log import lock_folder
+    from kizami.formats.writer import write_file_durably
+
+    ours = {"repo": repository.name, "commit": repository.commit}
+    pinned = folder / PINNED
+    is_ours = (
+        folder.is_dir() and not folder.is_symlink() and (pinned.is_file() or not set(os.listdir(folder)) - {"lock"})
+    )
+    if os.path.lexists(folder) and not is_ours:
+        raise KizamiError(
+            "is not what kizami keeps there, the files that come from the Hub",
+            code="out_exists",
+            file=str(folder),
+            hint="move it away, or choose another OUT",
+        )
+    lock_folder(folder, folder)  # until the program ends
+    if pinned.is_file():
+        found = json.loads(pinned.read_bytes())
+        if found != ours and not restart:
+            then = printable(f"{found.get('repo')}@{found.get('commit')}", 200)
+            raise KizamiError(
+                f"{source} is commit {repository.commit} now, and an unfinished run here is of {then}",
+                code="hub_moved",
+                file=str(folder),
+                hint=f"finish it as {then}, or start over with --restart",
+            )
+        if restart:
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "lock":
+                    path.unlink()
+    write_file_durably(pinned, json.dumps(ours).encode())

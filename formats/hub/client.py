@@ -1,0 +1,127 @@
+"""Calls of huggingface_hub, with its errors as ours and with patience for a server that is busy.
+
+`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, proxies and Xet are huggingface_hub's: it reads them, nothing here does.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kizami.formats.errors import KizamiError, printable
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+T = TypeVar("T")
+OnWait = Callable[[float, BaseException], None]  # is told of seconds, and of the error that is waited out
+
+TRIES = 8  # of a call; with the waits between them some four minutes
+MAX_WAIT = 60.0  # seconds, where the server says nothing
+MAX_TOLD_WAIT = 600.0  # where it does: `Retry-After` of a rate limit is at most five minutes
+BUSY = (408, 425, 429, 500, 502, 503, 504)
+
+
+def hub() -> "HfApi":
+    """Talks to the endpoint, with the token, of the environment; without bars of its own."""
+    from huggingface_hub import HfApi
+
+    utils = _utils()
+    utils.disable_progress_bars()
+    utils.logging.set_verbosity_error()  # it would warn of each try again; who waits is told by us
+    return HfApi(library_name="kizami")
+
+
+def _utils() -> Any:
+    """Its public helpers; their types are not stated, and they lie in other modules in each version."""
+    return importlib.import_module("huggingface_hub.utils")
+
+
+def transport_error() -> type[Exception]:
+    """What the HTTP library raises when no whole answer comes: httpx's in huggingface_hub 1, httpx2's in 2."""
+    library = importlib.import_module(type(_utils().get_session()).__module__.partition(".")[0])
+    found: type[Exception] = library.TransportError
+    return found
+
+
+@contextmanager
+def as_refusal(repo: str) -> Iterator[None]:
+    """huggingface_hub's errors as KizamiError: "hub_gated", "hub_not_found", "hub_offline", "hub_unreachable",
+    "hub_error". No address and no header of a request is shown."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        hint = "ask for access on its page, then `hf auth login`, or HF_TOKEN in the environment"
+        raise KizamiError("is gated, and this token has no access", code="hub_gated", file=repo, hint=hint) from None
+    except errors.RepositoryNotFoundError:
+        hint = "is the name right? a private one needs `hf auth login`, or HF_TOKEN in the environment"
+        raise KizamiError(
+            "is not on the Hub, or nothing this token may see", code="hub_not_found", file=repo, hint=hint
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise KizamiError("has no such branch, tag or commit", code="hub_not_found", file=repo) from None
+    except errors.EntryNotFoundError as e:
+        raise KizamiError(f"a file is gone: {_words(e)}", code="hub_not_found", file=repo) from None
+    except errors.HFValidationError:
+        raise KizamiError("is no name of a repository", code="usage", file=repo, hint="org/name") from None
+    except errors.OfflineModeIsEnabled:
+        hint = "unset HF_HUB_OFFLINE, or download it before"
+        raise KizamiError("HF_HUB_OFFLINE is set", code="hub_offline", file=repo, hint=hint) from None
+    except errors.HfHubHTTPError as e:
+        status = getattr(e.response, "status_code", None)
+        hint = "does the token have write access?" if status in (401, 403) else "try again later"
+        said = f"the Hub answers {status}: {_words(e)}"
+        raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
+    except transport_error() as e:
+        hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
+        said = f"the Hub cannot be reached: {type(e).__name__} {_words(e)}".rstrip()
+        raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
+
+
+def _words(error: BaseException) -> str:
+    """The server's own words, or the first line, without addresses: a signed one is as good as a password."""
+    text = getattr(error, "server_message", None) or str(error)
+    words = [word for word in str(text).split() if "://" not in word and "hf_" not in word]
+    return printable(" ".join(words), 200)
+
+
+def wait_of(error: BaseException, tried: int) -> float | None:
+    """Seconds to wait before a call that failed so is made again; None where that is of no use."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # as an upload in a thread wraps it
+        error = error.__cause__
+    usual = min(MAX_WAIT, 2.0**tried)
+    if isinstance(error, HfHubHTTPError):
+        if getattr(error.response, "status_code", None) not in BUSY:
+            return None
+        told: Any = error.response.headers.get("Retry-After", "")
+        return max(usual, min(MAX_TOLD_WAIT, float(told))) if told.isdigit() else usual
+    return usual if isinstance(error, (transport_error(), ConnectionError, TimeoutError)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long is waited for the Hub: `stop` ends it, `on_wait` is told."""
+
+    stop: Event = field(default_factory=Event)
+    on_wait: OnWait = lambda seconds, error: None
+
+
+def patiently(call: Callable[[], T], patience: Patience) -> T:
+    """call(), again and again while the server is busy or gone. `stop` ends the waiting: the error comes at once."""
+    for tried in range(TRIES):
+        try:
+            return call()
+        except Exception as e:
+            seconds = wait_of(e, tried)
+            if seconds is None or tried == TRIES - 1:
+                raise
+            patience.on_wait(seconds, e)
+            if patience.stop.wait(seconds):
+                raise
+    raise AssertionError

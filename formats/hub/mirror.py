@@ -1,0 +1,203 @@
+"""A repository as a folder in which weights are holes: headers are read from the Hub, shards come and go again.
+
+The folder is laid out as the Hub's cache is, so that it opens as any checkpoint does. A shard that is not there is a
+file of the right size with its header and a hole, which takes no disk space; its time tells it from one that is whole,
+so that reading it is an error and never zeros. What comes is held against the Hub's own hash of it.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from kizami.formats.checkpoint import CONFIG_NAME, Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.formats.files import io_error
+from kizami.formats.fingerprint import sample_file
+from kizami.formats.header import MAX_HEADER_BYTES, Header
+from kizami.formats.hub.client import Patience, as_refusal, hub, patiently
+from kizami.formats.hub.ranges import first_bytes
+from kizami.formats.hub.repository import RemoteFile, Repository
+from kizami.formats.index import INDEX_NAME, SINGLE_NAME, load_index, natural_key
+from kizami.formats.run_log import append_line
+
+# Times of our own files, whole seconds, which every file system keeps. Fixed, so that a resumed run finds the source
+# that it began with.
+ABSENT_NS, FETCHED_NS = 86_400 * 10**9, 2 * 86_400 * 10**9
+FIRST_BYTES = 1 << 18  # of a shard; headers of GLM-5.2's take 100 kB
+AT_ONCE = 8  # requests
+TRIES = 3  # of a file whose bytes are not those that the Hub states
+CONTENTS = "contents.jsonl"
+DOWNLOAD = "download"
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """`repository` in `folder`, which is ours."""
+
+    repository: Repository
+    folder: Path
+    patience: Patience
+
+    @property
+    def root(self) -> Path:
+        name = self.repository.name.replace("/", "--")
+        return self.folder / f"models--{name}" / "snapshots" / self.repository.commit
+
+    def open(self) -> Checkpoint:
+        """The checkpoint, from config, index and headers alone. KizamiError as `as_refusal` and Checkpoint.open."""
+        shutil.rmtree(self.folder / DOWNLOAD, ignore_errors=True)  # halves of files, of a run that was killed
+        for file in self.repository.files.values():
+            if not (self.root / file.name).exists():
+                self._lay(file, b"")
+        for name in (CONFIG_NAME, INDEX_NAME):
+            if name in self.repository.files:
+                self.fetch(name)
+        weights = [name for name in self._weights() if name in self.repository.files]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for _ in pool.map(self._lay_header, weights):
+                pass
+        checkpoint = Checkpoint.open(self.root)
+        headers = {name: _as_fetched(header) for name, header in checkpoint.headers.items()}
+        return replace(checkpoint, headers=headers, remote=True)
+
+    def _weights(self) -> Iterable[str]:
+        if INDEX_NAME in self.repository.files:
+            return set(load_index(self.root / INDEX_NAME).weight_map.values())
+        return (SINGLE_NAME,)
+
+    def _lay_header(self, name: str) -> None:
+        path, file = self.root / name, self.repository.files[name]
+        if path.stat().st_mtime_ns == FETCHED_NS:
+            return
+        with open(path, "rb") as stream:
+            if int.from_bytes(stream.read(8), "little"):  # an earlier run laid it
+                return
+        data = self._first(file, min(FIRST_BYTES, file.size))
+        length = 8 + int.from_bytes(data[:8], "little")
+        if len(data) < length <= min(file.size, MAX_HEADER_BYTES + 8):
+            data = self._first(file, length)
+        self._lay(file, data[:length])
+
+    def _first(self, file: RemoteFile, count: int) -> bytes:
+        with as_refusal(self.repository.name):
+            return patiently(lambda: first_bytes(self.repository, file.name, count), self.patience)
+
+    def _lay(self, file: RemoteFile, data: bytes) -> None:
+        """A hole that begins with `data`."""
+        path = self.root / file.name
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as stream:
+                stream.write(data)
+                stream.truncate(file.size)
+            os.utime(temporary, ns=(ABSENT_NS, ABSENT_NS))
+            os.replace(temporary, path)
+        except OSError as e:
+            raise io_error("cannot write", e, str(path)) from e
+
+    # ------------------------------------------------------------------------------------------------------ whole files
+
+    def holds(self, name: str) -> bool:
+        """Whether it is there, whole."""
+        return (self.root / name).stat().st_mtime_ns == FETCHED_NS
+
+    def fetch(self, name: str) -> None:
+        """Makes it whole: from the user's cache, which is only read, or from the Hub. KizamiError as `as_refusal`,
+        "hub_corrupt", "io_error", "disk_full"."""
+        file, path = self.repository.files[name], self.root / name
+        try:
+            if self.holds(name) and file.is_at(path):  # of an earlier run, which may have been killed at any point
+                self._note(file, path)
+                return
+            self._note(file, self._arrived(file, path))
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                hint = "make room and run the same command again; --scratch-limit bounds what is downloaded ahead"
+                raise KizamiError(
+                    f"the disk is full: {e.strerror}", code="disk_full", file=str(self.folder), hint=hint
+                ) from e
+            raise io_error("cannot write", e, str(path)) from e
+
+    def fetch_all(self, names: Iterable[str]) -> None:
+        """The same for several, some at once."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for _ in pool.map(self.fetch, names):
+                pass
+
+    def _arrived(self, file: RemoteFile, path: Path) -> Path:
+        place = self.folder / DOWNLOAD
+        for tried in range(TRIES):
+            with as_refusal(self.repository.name):
+                load = partial(self._download, file, place, again=tried > 0)
+                got = patiently(load, self.patience)
+            if file.is_at(got):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.utime(got, ns=(FETCHED_NS, FETCHED_NS))
+                os.replace(got, path)
+                return path
+            got.unlink()
+        raise KizamiError(
+            f"came {TRIES} times with another hash than the Hub states",
+            code="hub_corrupt",
+            file=file.name,
+            hint="try again later; a proxy or a mirror may be at fault",
+        )
+
+    def _download(self, file: RemoteFile, place: Path, *, again: bool) -> Path:
+        return Path(
+            hub().hf_hub_download(
+                self.repository.name, file.name, revision=self.repository.commit, local_dir=place, force_download=again
+            )
+        )
+
+    def drop(self, name: str) -> None:
+        """A hole again. Its header stays."""
+        path = self.root / name
+        with open(path, "rb") as stream:
+            length = 8 + int.from_bytes(stream.read(8), "little")
+            stream.seek(0)
+            data = stream.read(length)
+        self._lay(self.repository.files[name], data)
+
+    def remove(self) -> None:
+        """What tells whose it is goes last."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+        shutil.rmtree(self.folder)
+
+    # --------------------------------------------------------------------------------------------------------- contents
+
+    def _note(self, file: RemoteFile, path: Path) -> None:
+        """What `sample_contents` would find in it: kept, because it will not be there in the end."""
+        if not file.name.endswith(".safetensors") or file.name in self.contents():
+            return
+        line = json.dumps({"file": file.name, "is": file.sha256 or file.git, "sample": sample_file(path, file.name)})
+        target = self.folder / CONTENTS
+        target.touch()
+        append_line(target, f"{line}\n".encode())
+
+    def contents(self) -> dict[str, str]:
+        """As `sample_contents`, of the weights that have been fetched so far."""
+        found: dict[str, str] = {}
+        try:
+            text = (self.folder / CONTENTS).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return found
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            one = json.loads(line)
+            file = self.repository.files.get(one["file"])
+            if file is not None and one["is"] == (file.sha256 or file.git):
+                found[one["file"]] = one["sample"]
+        return {name: found[name] for name in sorted(found, key=natural_key)}
+
+
+def _as_fetched(header: Header) -> Header:
+    return replace(header, mtime_ns=FETCHED_NS, inode=None)

@@ -1,0 +1,154 @@
+"""Finished shards on their way to the Hub, while the next ones are converted.
+
+A thread commits them: when BATCH of them wait, or, where they leave the disk, as soon as the next shard waits for room.
+What is read by engines first (index, config, card, manifest) goes with the last commit, so that the repository never
+looks complete before it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Condition, Thread
+from typing import Any
+
+from kizami.formats.errors import KizamiError
+from kizami.formats.hub.repository import Repository
+from kizami.formats.hub.target import Target
+from kizami.formats.index import INDEX_NAME
+from kizami.quantize.journal import ShardRecord
+from kizami.quantize.manifest import CONFIG, MANIFEST
+from kizami.quantize.report import Row
+
+BATCH = 10  # shards in a commit: 15 commits for GLM-5.2
+LAST = (INDEX_NAME, CONFIG, MANIFEST)  # a repository that has one of them looks like a model
+
+
+@dataclass(slots=True)
+class Delivery:
+    """From `folder` to `target`. delete: shards leave the disk once they are committed; `on_gone` is told. short: says
+    whether somebody waits for the room. on_error: for those who would wait for ever. gate: raises before the last
+    commit for what is not to be published. A context manager, which on an error leaves the rest unsent."""
+
+    target: Target
+    folder: Path
+    delete: bool
+    on_gone: Callable[[int], None] = lambda number: None
+    on_error: Callable[[BaseException], None] = lambda error: None
+    short: Callable[[], bool] = lambda: False
+    on_commit: Callable[[int, str], None] = lambda files, commit: None
+    gate: Callable[[list[Row]], None] = lambda rows: None
+    commit: str | None = None  # the last one
+    _waiting: list[ShardRecord] = field(default_factory=list)
+    _change: Condition = field(default_factory=Condition)
+    _ended: bool = False
+    _busy: bool = False
+    _error: BaseException | None = None
+
+    def begin(self) -> Repository:
+        """Makes the repository, and sees that no other model is in it. KizamiError "push_target"."""
+        self.target.create()
+        return self.target.look()
+
+    def is_there(self, record: ShardRecord) -> bool:
+        """Whether the repository holds these bytes already."""
+        return self.target.has(record.file, record.sha256)
+
+    def __enter__(self) -> "Delivery":
+        Thread(target=self._run, name="kizami-push", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def hand(self, record: ShardRecord) -> None:
+        """A finished shard. Raises what a commit ended with."""
+        with self._change:
+            self._raise()
+            self._waiting.append(record)
+            self._change.notify_all()
+
+    def forget(self, records: Sequence[ShardRecord]) -> None:
+        """Shards that were committed by a run which was killed before it removed them."""
+        for record in records:
+            (self.folder / record.file).unlink(missing_ok=True)
+
+    def nudge(self) -> None:
+        """Somebody has begun to wait for room."""
+        with self._change:
+            self._change.notify_all()
+
+    def last(self, files: Mapping[str, Path], records: Sequence[ShardRecord]) -> str:
+        """Commits what waits, then `files`, and gives the commit's id. records: of all shards, which must be there by
+        then. KizamiError "hub_error" for one that is not."""
+        with self._change:
+            self._change.wait_for(lambda: self._error is not None or not self._busy)
+            self._raise()
+            waiting, self._waiting = self._waiting, []
+            self._ended = True
+        self._send(waiting)
+        self.target.look()
+        lost = next((record.file for record in records if not self.is_there(record)), None)
+        if lost is not None:
+            raise KizamiError("was pushed, and is gone or another file now", code="hub_error", file=lost)
+        self.commit = self.target.commit(files, "Index, config and card")
+        self.on_commit(len(files), self.commit)
+        return self.commit
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _due(self) -> bool:
+        return len(self._waiting) >= BATCH or (self.delete and bool(self._waiting) and self.short())
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._change:
+                    self._change.wait_for(lambda: self._ended or self._due())
+                    if self._ended:
+                        return
+                    waiting, self._waiting = self._waiting, []
+                    self._busy = True
+                self._send(waiting)
+                with self._change:
+                    self._busy = False
+                    self._change.notify_all()
+        except BaseException as e:
+            with self._change:
+                self._error, self._busy = e, False
+                self._change.notify_all()
+            self.on_error(e)
+
+    def _send(self, records: list[ShardRecord]) -> None:
+        if not records:
+            return
+        first, last = records[0].file, records[-1].file
+        commit = self.target.commit(
+            {record.file: self.folder / record.file for record in records},
+            first if len(records) == 1 else f"{first} to {last}",
+        )
+        self.on_commit(len(records), commit)
+        for record in records if self.delete else ():
+            (self.folder / record.file).unlink()
+            self.on_gone(record.number)
+
+
+def refuse_other_model(
+    head: Repository, plan_hash: str, read: Callable[[str], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """A repository with a model in it would hold a mixture until the last commit. One that was finished by this plan is
+    fine, and its manifest is given. read: the JSON object of a file there. KizamiError "push_target"."""
+    there = [name for name in LAST if name in head.files]
+    if not there:
+        return None
+    if MANIFEST in there and (manifest := read(MANIFEST)).get("plan_hash") == plan_hash:
+        return manifest
+    raise KizamiError(
+        f"holds another model ({there[0]})",
+        code="push_target",
+        file=head.name,
+        hint="push to a new repository; kizami changes and deletes nothing that is there",
+    )
