@@ -62,6 +62,7 @@ def convert(
     workers: o.Workers = None,
     dry_run: o.DryRun = False,
     restart: o.Restart = False,
+    events: h.EventsFile = None,
     scratch_limit: h.ScratchLimit = "50GB",
     push_to: h.PushTo = None,
     private: h.Private = False,
@@ -114,7 +115,7 @@ def convert(
     remote = remote_of(ui, plan, checkpoint, mirror, out, hub, limit, max_rel_error)
     body = run_convert(
         ui, plan, checkpoint, out, statistics=statistics, job=job, device=device, workers=workers, restart=restart,
-        remote=remote,
+        remote=remote, events=events,
     )  # fmt: skip
     made = made_in(remote, out)
     over = exceeding(made, max_rel_error)
@@ -275,6 +276,7 @@ COMMAND = Command(
         "kizami convert src/ out/ --method weighted --stats stats/",
         "kizami convert GLM-4.6-FP8/ out/ --kv-scales kv.json",
         "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
+        "kizami convert zai-org/GLM-5.2-FP8 out/ --push-to me/GLM-5.2-INT4 --delete-pushed --events events.jsonl",
         "kizami convert small/ out/ --engine llmcompressor --method gptq --data chats.jsonl",
     ),
 )

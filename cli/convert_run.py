@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kizami.cli import engine as e
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
-    from kizami.quantize.pipeline import Remote
+    from kizami.quantize.pipeline import Remote, RunEvent
     from kizami.quantize.plan import Plan
 
 OVER_SHOWN = 5
@@ -34,11 +34,14 @@ def run_convert(
     workers: int | None = None,
     restart: bool = False,
     remote: "Remote | None" = None,
+    events: str | None = None,
     again: str = "run the same command again to resume",
 ) -> dict[str, Any]:
-    """Runs the plan with progress on stderr and gives the object of --json. `again`: how an interrupted run goes on."""
+    """Runs the plan with progress on stderr and gives the object of --json. `again`: how an interrupted run goes on.
+    events: the file of --events."""
     import time
 
+    from kizami.cli.events import Events
     from kizami.cli.watch import Watch
     from kizami.formats.side_files import find_side_files
     from kizami.quantize.manifest import MANIFEST
@@ -58,7 +61,12 @@ def run_convert(
         return f"interrupted: {again}; {watch.done} of {watch.of} shards are done"
 
     STOP.say = interrupted
-    with watch:
+    with Events(events, checkpoint.root) as follow, watch:
+
+        def listen(event: "RunEvent") -> None:
+            watch(event)
+            follow(event)
+
         with STOP.held():
             warm_up(plan)
         maker = None if job is None else job.maker(ui, plan, watch.phase)
@@ -72,18 +80,20 @@ def run_convert(
             workers=workers,
             restart=restart,
             remote=remote,
-            on_event=watch,
+            on_event=listen,
         )
-    made = made_in(remote, out)
-    STOP.complete = str(out)
-    return convert_body(plan, made, time.monotonic() - started) | {
-        "out": str(out) if made is out else None,
-        "pushed": pushed_body(remote),
-        "side_files": {
-            "copied": list(side_files.copied),
-            "left": [{"name": name, "reason": reason} for name, reason in side_files.left],
-        },
-    }
+        made = made_in(remote, out)
+        STOP.complete = str(out)
+        body = convert_body(plan, made, time.monotonic() - started) | {
+            "out": str(out) if made is out else None,
+            "pushed": pushed_body(remote),
+            "side_files": {
+                "copied": list(side_files.copied),
+                "left": [{"name": name, "reason": reason} for name, reason in side_files.left],
+            },
+        }
+        follow.write("finished", **{key: body[key] for key in ("out", "pushed", "output", "rel_error", "seconds")})
+        return body
 
 
 def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:

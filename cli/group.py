@@ -17,6 +17,7 @@ from kizami.cli import (
     kv_accuracy,
     kv_scales,
     plan,
+    push,
     report,
     serve,
     verify,
@@ -66,6 +67,7 @@ for _command in (
     kv_accuracy.COMMAND,
     evaluate.COMMAND,
     card.COMMAND,
+    push.COMMAND,
     env.COMMAND,
 ):
     app.command(_command.name, cls=PlainCommand, help=_command.help, epilog=_command.epilog)(_command.stoppable)

@@ -1,4 +1,4 @@
-"""The options of `kizami convert` and `kizami push` that are about the Hub."""
+"""The options of `kizami convert` and `kizami push` that are about the Hub, and about who follows a run."""
 
 from typing import Annotated
 
@@ -12,6 +12,15 @@ ScratchLimit = Annotated[
         metavar="SIZE",
         help="Disk at most for what comes from the Hub and goes there: SRC's files ahead of the cores, with "
         "--delete-pushed OUT's, too. Default 50GB.",
+    ),
+]
+EventsFile = Annotated[
+    str | None,
+    option(
+        "--events",
+        panel=OUTPUT,
+        metavar="FILE",
+        help="Append a line of JSON for each step: started, progress, shard, pushed, finished or failed.",
     ),
 ]
 PushTo = Annotated[

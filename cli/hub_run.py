@@ -66,9 +66,6 @@ def remote_of(
         if finished is not None and delete and not place.exists():
             _end_of_a_killed_run(ui, repo, finished, mirror)
         delivery.gate = _gate(max_rel_error)
-        delivery.on_commit = lambda files, commit: ui.progress(
-            f"pushed {counted(files, 'file')} to {repo} (commit {commit[:12]})"
-        )
     return None if mirror is None and delivery is None else Remote(mirror, delivery, limit)
 
 

@@ -46,7 +46,7 @@ def open_for_convert(
     else:
         folder = out.with_name(f"{out.name}.source")
         _pin(folder, repository, source, restart=restart)
-        mirror = Mirror(repository, folder, _patience(ui))
+        mirror = Mirror(repository, folder, patience(ui))
     return mirror.open(), mirror
 
 
@@ -67,7 +67,7 @@ def delivery_to(
     from kizami.formats.hub.target import Target
     from kizami.quantize.delivery import Delivery, refuse_other_model
 
-    delivery = Delivery(Target(repo, private, _patience(ui)), partial, delete)
+    delivery = Delivery(Target(repo, private, patience(ui)), partial, delete)
     head = delivery.begin()
     return delivery, refuse_other_model(head, plan.hash, lambda name: read_there(head, name))
 
@@ -99,7 +99,7 @@ def _on_hub(ui: Ui, source: str) -> "Repository | None":
         return None
     name, revision = named
     try:
-        repository = Repository.look(name, revision, _patience(ui))
+        repository = Repository.look(name, revision, patience(ui))
     except KizamiError as e:
         if e.code != "hub_unreachable":
             raise
@@ -131,7 +131,7 @@ def _is_cached(repository: "Repository") -> bool:
     return all((folder / name).exists() for name in repository.files)
 
 
-def _patience(ui: Ui) -> "Patience":
+def patience(ui: Ui) -> "Patience":
     from kizami.formats.hub.client import Patience
 
     def tell(seconds: float, error: BaseException) -> None:
@@ -147,7 +147,7 @@ def _temporary_mirror(ui: Ui, repository: "Repository") -> "Mirror":
 
     folder = tempfile.TemporaryDirectory(prefix="kizami-")
     _FOLDERS.append(folder)
-    return Mirror(repository, Path(folder.name), _patience(ui))
+    return Mirror(repository, Path(folder.name), patience(ui))
 
 
 def _pin(folder: Path, repository: "Repository", source: str, *, restart: bool) -> None:

@@ -4,7 +4,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kizami.cli.output import Ui, duration, stderr_console
+from kizami.cli.output import Ui, counted, duration, stderr_console
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -49,7 +49,7 @@ class Watch:
             self._bar.stop()
 
     def __call__(self, event: "RunEvent") -> None:
-        from kizami.quantize.pipeline import Progress, ShardDone, Started
+        from kizami.quantize.pipeline import Progress, Pushed, ShardDone, Started
 
         match event:
             case Started():
@@ -58,6 +58,8 @@ class Watch:
                 self._advance(event.source_bytes)
             case ShardDone():
                 self._shard(event)
+            case Pushed():
+                self._tell(f"pushed {counted(event.files, 'file')} (commit {event.commit[:12]})")
 
     def _start(self, event: "Started") -> None:
         self.done, self._before = event.resumed, event.source_bytes

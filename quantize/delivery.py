@@ -5,7 +5,7 @@ What is read by engines first (index, config, card, manifest) goes with the last
 looks complete before it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Condition, Thread
@@ -134,6 +134,13 @@ class Delivery:
         for record in records if self.delete else ():
             (self.folder / record.file).unlink()
             self.on_gone(record.number)
+
+
+def in_commits(shards: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
+    """BATCH of them at a time."""
+    names = list(shards)
+    for i in range(0, len(names), BATCH):
+        yield {name: shards[name] for name in names[i : i + BATCH]}
 
 
 def refuse_other_model(

@@ -108,7 +108,8 @@ def run(
     remote: Remote | None = None,
     on_event: Callable[[RunEvent], None] = lambda event: None,
 ) -> dict[str, Any]:
-    """Converts `checkpoint` to `out` and returns the manifest. `on_event` is called by one thread at a time.
+    """Converts `checkpoint` to `out` and returns the manifest. `on_event` is called by one thread at a time, but for
+    Pushed, which comes from a thread of its own.
     statistics: those of plan.method.stats; they are held against checkpoint and plan before anything is written.
     engine: of GIVEN; it writes the file that quantize/given.py reads. device: where gptq solves. remote: of a run from
     or to the Hub; where shards leave the disk, OUT does not appear, and OUT.partial keeps all but them.
@@ -143,6 +144,8 @@ def run(
     try:
         rewritten, outdated = _recheck(journal, plan, checkpoint, remote.delivery)
         todo = [shard for shard in plan.shards if shard.number not in journal.done]
+        if remote.delivery is not None:
+            remote.delivery.on_commit = lambda files, commit: on_event(Pushed(files, commit))
         side = side_file_bytes(checkpoint, side_files)
         need = needed_bytes(plan, [] if remote.sheds else todo, side) - kept_bytes(partial)
         need += min(remote.limit, plan.source_bytes) if remote.mirror or remote.sheds else 0

@@ -56,8 +56,8 @@ elif place == "renamed":  # OUT is there, the journal is still in it
     import kizami.quantize.finish as finish
     after(finish.os, "rename")
 elif place == "published":
-    import kizami.cli.convert as convert
-    after(convert, "convert_body")
+    import kizami.cli.convert_run as convert_run
+    after(convert_run, "convert_body")
 elif place == "destructor":
     import kizami.cli.options as options
     class Last:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,7 +62,12 @@ def hub(twelve: Path, tmp_path: Path) -> Iterator[LocalHub]:
 
 
 @pytest.fixture(scope="session")
-def local(twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def local(local_out: Path) -> dict[str, str]:
+    return files_of(local_out)
+
+
+@pytest.fixture(scope="session")
+def local_out(twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a local conversion of the same repository gives, by a cache as `hf download` leaves it."""
     folder = tmp_path_factory.mktemp("local")
     with LocalHub(folder / "hub") as made:
@@ -72,7 +78,7 @@ def local(twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         (snapshot / path.name).write_bytes(path.read_bytes())
     done = run({}, "convert", snapshot, folder / "out", "--max-shard-size", OUT_SHARD, "-q")
     assert done.code == 0, done.err
-    return files_of(folder / "out")
+    return folder / "out"
 
 
 def run(env: dict[str, str], *words: object, kill_after: float | None = None) -> Done:
@@ -277,6 +283,68 @@ def test_a_limit_below_one_shard_is_refused_before_anything_is_made(hub: LocalHu
     done = run(env, "convert", SRC, tmp_path / "out", "--scratch-limit", "1MB", "--push-to", DST, "--json")
     assert (done.code, json.loads(done.out)["error"]["code"]) == (2, "scratch_limit")
     assert "needs" in json.loads(done.out)["error"]["message"]
+
+
+@pytest.mark.long
+def test_a_finished_output_is_pushed_once_and_again_sends_nothing(
+    hub: LocalHub, local: dict[str, str], local_out: Path, tmp_path: Path
+) -> None:
+    """30 files: few commits, with 429, 504 and a reset on the way, and a stranger's file that stays."""
+    env = hub.environment(tmp_path / "home")
+    hub.add_repo(DST, {"notes.txt": b"mine"})
+    hub.faults.add(
+        Fault("status", method="POST", path="/commit/", status=429, headers={"Retry-After": "1"}, times=2),
+        Fault("status", method="PUT", path=".*", status=504),
+        Fault("reset", method="PUT", path=".*", skip=3),
+        Fault("lost", method="POST", path="/commit/", skip=1),
+    )
+    done = run(env, "push", local_out, DST, "--json")
+    assert done.code == 0, done.err
+    assert hub.faults.left == []
+    assert {name: sha for name, sha in remote_files(hub).items() if name != "notes.txt"} == local
+    assert hub.read(DST, "notes.txt") == b"mine"
+    commits = len(hub.commits(DST))
+    assert commits - 1 <= len(local) // 10 + 1
+    assert json.loads(done.out)["sent"] == len(local)
+    assert hub.token not in done.out + done.err
+    assert "\r" not in done.err
+    uploads = len([request for request in hub.requests if request.method == "PUT"])
+    again = run(env, "push", local_out, DST, "--json")
+    assert (again.code, json.loads(again.out)["sent"]) == (0, 0)
+    assert len(hub.commits(DST)) == commits
+    assert len([request for request in hub.requests if request.method == "PUT"]) == uploads
+
+
+@pytest.mark.long
+def test_a_killed_push_sends_only_what_is_missing(
+    hub: LocalHub, local: dict[str, str], local_out: Path, tmp_path: Path
+) -> None:
+    env = hub.environment(tmp_path / "home")
+    hub.faults.add(Fault("status", method="POST", path="/commit/", status=503, skip=1, times=99))
+    killed = run(env, "push", local_out, DST, kill_after=6)
+    assert killed.code == -signal.SIGKILL, killed.err
+    hub.faults.clear()
+    before = sum(request.received for request in hub.requests if request.method == "PUT")
+    assert 0 < len(remote_files(hub)) < len(local)
+    done = run(env, "push", local_out, DST, "-q")
+    assert done.code == 0, done.err
+    assert remote_files(hub) == local
+    sent = sum(request.received for request in hub.requests if request.method == "PUT")
+    whole = sum((local_out / name).stat().st_size for name in local)
+    assert before > 0
+    assert sent < 1.1 * whole, "nothing large was sent twice"
+
+
+@pytest.mark.long
+def test_an_output_that_does_not_verify_is_not_pushed(hub: LocalHub, local_out: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(local_out, tmp_path / "out")
+    shard = next(out.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    done = run(hub.environment(tmp_path / "home"), "push", out, DST, "--json")
+    assert (done.code, json.loads(done.out)["error"]["code"]) == (2, "not_verified")
+    assert hub.requests == []
 
 
 @pytest.mark.long

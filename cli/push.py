@@ -1,0 +1,95 @@
+"""`kizami push`: a finished output onto the Hub."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kizami.cli import hub_options as h
+from kizami.cli import options as o
+from kizami.cli.command import Command
+from kizami.cli.output import Ui, counted, gib
+from kizami.formats.errors import KizamiError
+
+Repo = Annotated[
+    str, typer.Argument(metavar="REPO", show_default=False, help="The repository on the Hub: org/name. Made if absent.")
+]
+
+
+def push(
+    out: o.Out,
+    repo: Repo,
+    private: h.Private = False,
+    workers: o.Workers = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+    json: o.Json = False,
+    debug: o.Debug = False,
+) -> None:
+    """Push a finished output to the Hub: verified first, its index last, and only what is not there yet.
+
+    Nothing is sent if `kizami verify` finds a problem. A repository that holds another model is refused; files of
+    others stay. The same command again sends what is missing. Token, endpoint and proxies are those of `hf`.
+    """
+    from kizami.cli.hub_source import patience, read_there
+    from kizami.cli.source import finished_output
+    from kizami.cli.verify import run_verify, show_verify
+    from kizami.formats.hub.target import Target, refuse_too_large
+    from kizami.quantize.delivery import in_commits, refuse_other_model
+    from kizami.quantize.manifest import output_identity, read_manifest
+
+    ui = Ui(quiet=quiet, verbose=verbose, json=json)
+    folder = finished_output(out)
+    found = run_verify(ui, folder, None, workers=workers)
+    if not found.ok:
+        if not json:
+            show_verify(ui, folder, found)
+        first = found.problems[0]
+        said = f"does not verify, and is not pushed: {first.message}"
+        raise KizamiError(said, code="not_verified", file=str(folder), tensor=first.tensor, hint="kizami verify OUT")
+    manifest = read_manifest(folder)
+    shards, others = files_of(folder, manifest)
+    refuse_too_large(shards | others)
+    target = Target(repo, private, patience(ui))
+    target.create()
+    head = target.look()
+    there = refuse_other_model(head, manifest["plan_hash"], lambda name: read_there(head, name))
+    if there is not None and output_identity(there) != output_identity(manifest):
+        raise KizamiError(
+            "holds another conversion by the same plan", code="push_target", file=repo, hint="push to a new repository"
+        )
+    before = sum(target.holds(name, path) for name, path in (shards | others).items())
+    for part in in_commits(shards):
+        commit = target.commit(part, f"{next(iter(part))} to {list(part)[-1]}" if len(part) > 1 else next(iter(part)))
+        ui.progress(f"{counted(len(part), 'file')} on {repo} (commit {commit[:12]})")
+    commit = target.commit(others, "Index, config and card")
+    nbytes = sum(path.stat().st_size for path in (shards | others).values())
+    files = len(shards) + len(others)
+    body: dict[str, Any] = {
+        "out": str(folder), "repo": repo, "commit": commit, "files": files, "bytes": nbytes, "sent": files - before,
+    }  # fmt: skip
+    if json:
+        ui.emit("push", body)
+    else:
+        ui.result(
+            f"{repo}: {counted(files, 'file')}, {gib(nbytes)}, {files - before} of them sent now; commit {commit}"
+        )
+
+
+def files_of(folder: Path, manifest: dict[str, Any]) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Shards, and all other files of the output; the manifest is the last of them."""
+    from kizami.quantize.manifest import MANIFEST
+
+    shards = [shard["file"] for shard in manifest["shards"]]
+    others = [*manifest["files"], MANIFEST]
+    return {name: folder / name for name in shards}, {name: folder / name for name in others}
+
+
+COMMAND = Command(
+    "push",
+    push,
+    (
+        "kizami push GLM-5.2-INT4/ me/GLM-5.2-INT4 --private",
+        "kizami push GLM-5.2-INT4/ me/GLM-5.2-INT4 --json",
+    ),
+)
