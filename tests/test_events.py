@@ -11,7 +11,9 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_every_step_is_a_line_and_the_last_says_how_it_ended(kizami: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_every_step_is_a_line_and_the_last_says_how_it_ended(
+    kizami: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     events, out = tmp_path / "events.jsonl", tmp_path / "out"
     words = ("convert", tiny_checkpoint, out, "--max-shard-size", "1MB", "--events", events)
     assert kizami(*words, "-q").code == 0

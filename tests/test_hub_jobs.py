@@ -81,11 +81,11 @@ def local_out(twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def run(env: dict[str, str], *words: object, kill_after: float | None = None) -> Done:
+def run(env: dict[str, str], *words: object, kill_after: float | None = None, cwd: Path | None = None) -> Done:
     """In a process of its own; killed after so many seconds."""
     command = [sys.executable, "-m", "kizami.cli", *map(str, words)]
     with subprocess.Popen(
-        command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
     ) as child:
         try:
             out, err = child.communicate(timeout=kill_after)
