@@ -1,0 +1,125 @@
+"""examples/pipelines: the script that CI, container and batch jobs run, run here; and that they do run it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from local_hub import LocalHub
+
+from kizami.formats.strict_yaml import read_yaml
+
+FOLDER = Path(__file__).parent.parent / "examples" / "pipelines"
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """`kizami` on the path, as after an installation."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    script = programs / "kizami"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kizami.cli "$@"\n')
+    script.chmod(0o755)
+    return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "NO_COLOR": "1"}
+
+
+def run(script: Path, *words: object, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", script, *map(str, words)], env=env, cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.long
+def test_the_script_converts_proves_judges_and_publishes(
+    demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    summary = tmp_path / "step.md"
+    with LocalHub(tmp_path / "hub") as hub:
+        env |= hub.environment(tmp_path / "home") | {"GITHUB_STEP_SUMMARY": str(summary)}
+        words = (FOLDER / "pipeline.sh", demo_checkpoint, "out", "me/int4")
+        first = run(*words, env=env, cwd=tmp_path)
+        assert first.returncode == 0, first.stderr
+        sent = len(hub.commits("me/int4"))
+        again = run(*words, env=env, cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert len(hub.commits("me/int4")) == sent
+        assert "model.safetensors.index.json" in hub.files("me/int4")
+        assert hub.token not in first.stdout + first.stderr
+    results = tmp_path / "results"
+    assert json.loads((results / "verify.json").read_text())["ok"]
+    assert ElementTree.parse(results / "report.xml").getroot().get("failures") == "0"
+    assert summary.read_text().count("| role |") == 2
+    assert [json.loads(line)["event"] for line in (results / "events.jsonl").read_text().splitlines()][-1] == "finished"
+
+
+@pytest.mark.long
+def test_a_limit_that_is_missed_ends_it_and_nothing_is_pushed(
+    demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    with LocalHub(tmp_path / "hub") as hub:
+        env |= hub.environment(tmp_path / "home") | {"MAX_REL_ERROR": "0.001"}
+        done = run(FOLDER / "pipeline.sh", demo_checkpoint, "out", "me/int4", env=env, cwd=tmp_path)
+        assert done.returncode == 1
+        assert hub.requests == []
+    report = ElementTree.parse(tmp_path / "results" / "report.xml").getroot()
+    assert report.get("failures") == "1"
+
+
+@pytest.mark.long
+def test_the_slurm_job_hands_its_words_on(demo_checkpoint: Path, env: dict[str, str], tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "srun"
+    fake.write_text('#!/bin/sh\nexec "$@"\n')
+    fake.chmod(0o755)
+    env |= {"KIZAMI_PIPELINE": str(FOLDER / "pipeline.sh")}
+    done = run(FOLDER / "slurm.sh", demo_checkpoint, "out", env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "kizami.json").exists()
+
+
+def test_a_step_that_fails_ends_the_script(env: dict[str, str], tmp_path: Path) -> None:
+    done = run(FOLDER / "pipeline.sh", tmp_path / "absent", "out", "me/int4", env=env, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "kizami: error:" in done.stderr or "kizami.error" in (tmp_path / "results" / "plan.json").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+def steps(value: Any) -> list[str]:
+    """Every `run` and `script` of a YAML file."""
+    if isinstance(value, dict):
+        own = value.get("run", value.get("script"))
+        here = [own] if isinstance(own, str) else own if isinstance(own, list) else []
+        return [*here, *(step for one in value.values() if not isinstance(one, str) for step in steps(one))]
+    return [step for one in value for step in steps(one)] if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize("name", ["action.yml", "gitlab.yml"])
+def test_the_wrappers_are_yaml_that_runs_the_script(name: str) -> None:
+    found = [step for step in steps(read_yaml(FOLDER / name, name)) if isinstance(step, str)]
+    assert any("pipeline.sh" in step for step in found)
+    assert any("pip install" in step for step in found)
+    for step in found:
+        assert subprocess.run(["sh", "-n", "-c", step], check=False).returncode == 0, step
+        assert "${{" not in step, "an input in a script is a way in for whoever sets it"
+
+
+def test_the_container_has_what_it_runs() -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    for path in re.findall(r"/src/(examples/\S+)", text):
+        assert (FOLDER.parent.parent / path).exists(), path
+    assert re.search(r'^ENTRYPOINT \["sh", "/usr/local/bin/pipeline.sh"\]$', text, re.M)
+
+
+def test_every_variable_of_the_script_is_explained_in_it() -> None:
+    text = (FOLDER / "pipeline.sh").read_text()
+    used = set(re.findall(r"\$\{([A-Z_]+):-", text)) - {"GITHUB_STEP_SUMMARY"}
+    comment = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    for name in used:
+        assert name in comment, name
+    if shutil.which("shellcheck"):
+        assert subprocess.run(["shellcheck", FOLDER / "pipeline.sh"], check=False).returncode == 0
