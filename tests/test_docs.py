@@ -11,6 +11,7 @@ import typer
 from cli_fixtures import Run
 from typer.testing import CliRunner
 
+from kizami.cli import reference
 from kizami.cli.group import app
 
 ROOT = Path(__file__).parent.parent
@@ -152,3 +153,8 @@ def test_the_kv_cache_examples_print_what_they_say(code: str, capsys: pytest.Cap
     said = re.findall(r"^print\(.*\)  # (.+)$", code, re.M)
     assert capsys.readouterr().out.splitlines() == said
     assert said
+
+
+def test_the_reference_is_that_of_the_program() -> None:
+    """python -m kizami.cli.reference > docs/reference.md"""
+    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == reference.page()
