@@ -54,7 +54,9 @@ def remote_of(
     from kizami.formats.places import partial_of
     from kizami.quantize.pipeline import Remote
 
-    _check_limit(plan, mirror, limit, sheds=asked.delete_pushed)
+    if mirror is not None or asked.push_to is not None:
+        hub_source.refuse_finished(out)
+    _check_limit(plan, checkpoint, mirror, limit, sheds=asked.delete_pushed)
     if mirror is not None:
         ui.progress("fetching what lies beside the weights")
         hub_source.fetch_side_files(checkpoint, mirror)
@@ -64,38 +66,47 @@ def remote_of(
         repo, private, delete = asked.push_to, asked.private, asked.delete_pushed
         delivery, finished = hub_source.delivery_to(ui, repo, plan, place, private=private, delete=delete)
         if finished is not None and delete and not place.exists():
-            _end_of_a_killed_run(ui, repo, finished, mirror)
+            _end_of_a_killed_run(ui, repo, finished, checkpoint, mirror, out)
+        delivery.on_card = ui.progress
         delivery.gate = _gate(max_rel_error)
     return None if mirror is None and delivery is None else Remote(mirror, delivery, limit)
 
 
-def _end_of_a_killed_run(ui: Ui, repo: str, manifest: dict[str, Any], mirror: "Mirror | None") -> None:
-    """A run that was killed when all was on the Hub has left the source's files: if they say that it was this one, that
-    is the end of it. KizamiError "out_exists" where nothing says so: the plan of a fine-tune is that of its model."""
-    if mirror is None or mirror.contents() != manifest.get("source_contents"):
+def _end_of_a_killed_run(
+    ui: Ui, repo: str, manifest: dict[str, Any], checkpoint: "Checkpoint", mirror: "Mirror | None", out: Path
+) -> None:
+    """All is on the Hub already, by this plan: if the source is the one that it was made from, nothing is left to do
+    but to remove what a killed run has left. KizamiError "out_exists" otherwise: the plan of a fine-tune is that of
+    its model."""
+    from kizami.formats.fingerprint import sample_contents
+
+    contents = sample_contents(checkpoint) if mirror is None else mirror.all_contents(checkpoint)
+    if contents != manifest.get("source_contents"):
         raise KizamiError(
-            "holds a conversion by this plan already",
-            code="out_exists",
+            "holds a conversion of another source by this plan",
+            code="push_target",
             file=repo,
-            hint="push to a new repository, or see whether it is the one you want",
+            hint="push to a new repository",
         )
-    mirror.remove()
+    shutil.rmtree(_going(out), ignore_errors=True)
+    if mirror is not None:
+        mirror.remove()
     ui.result(f"{repo} holds this conversion, whole")
     raise typer.Exit(0)
 
 
-def _check_limit(plan: "Plan", mirror: "Mirror | None", limit: int, *, sheds: bool) -> None:
-    """Before anything is made or fetched; what lies beside the weights counts, too, once it is known."""
-    from kizami.quantize.supply import check_limit, source_files
+def _check_limit(plan: "Plan", checkpoint: "Checkpoint", mirror: "Mirror | None", limit: int, *, sheds: bool) -> None:
+    """Before anything is made or fetched."""
+    from kizami.quantize.supply import check_limit, fixed_bytes, on_disk, source_files
 
     if mirror is None and not sheds:
         return
-    sizes = {} if mirror is None else {name: file.size for name, file in mirror.repository.files.items()}
+    sizes = {} if mirror is None else {name: on_disk(file.size) for name, file in mirror.repository.files.items()}
     needs = {
-        shard.number: sum(sizes.get(name, 0) for name in source_files(shard)) + shard.file_nbytes * sheds
+        shard.number: sum(sizes.get(name, 0) for name in source_files(shard)) + on_disk(shard.file_nbytes) * sheds
         for shard in plan.shards
     }
-    check_limit(limit, 0, needs)
+    check_limit(limit, 0 if mirror is None else fixed_bytes(mirror, checkpoint, outputs=sheds), needs)
 
 
 def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
@@ -120,7 +131,7 @@ def pushed_body(remote: "Remote | None") -> dict[str, Any] | None:
     if remote is None or remote.delivery is None:
         return None
     target = remote.delivery.target
-    return {"repo": target.name, "commit": remote.delivery.commit, "endpoint": os.environ.get("HF_ENDPOINT")}
+    return {"repo": target.name, "commit": remote.delivery.commit}
 
 
 def made_in(remote: "Remote | None", out: Path) -> Path:
@@ -132,17 +143,15 @@ def made_in(remote: "Remote | None", out: Path) -> Path:
 
 def clean_up(remote: "Remote | None", out: Path) -> None:
     """The run has ended well, and nothing of it is needed any more but OUT, or what is on the Hub."""
-    from kizami.formats.run_log import FOLDER, JOURNAL
-
     if remote is None:
         return
-    if remote.sheds:  # first what the journal can make again, the journal last: a kill here leaves a run to resume
-        partial = made_in(remote, out)
-        for path in partial.iterdir():
-            if path.name != FOLDER:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in sorted((partial / FOLDER).iterdir(), key=lambda path: path.name == JOURNAL):
-            path.unlink()
-        shutil.rmtree(partial)
+    if remote.sheds:  # at once or not at all: half of it would be a run to resume
+        os.rename(made_in(remote, out), _going(out))
     if remote.mirror is not None:
         remote.mirror.remove()
+    shutil.rmtree(_going(out), ignore_errors=True)
+
+
+def _going(out: Path) -> Path:
+    """OUT.partial on its way out."""
+    return out.with_name(f"{out.name}.done")

@@ -44,10 +44,29 @@ def open_for_convert(
     if dry_run:
         mirror = _temporary_mirror(ui, repository)
     else:
-        folder = out.with_name(f"{out.name}.source")
+        refuse_finished(out)
+        folder = scratch_of(out)
         _pin(folder, repository, source, restart=restart)
         mirror = Mirror(repository, folder, patience(ui))
     return mirror.open(), mirror
+
+
+def refuse_finished(out: Path) -> None:
+    """Before the Hub is asked for anything. A run that was killed after OUT appeared has left its scratch folder, which
+    goes. KizamiError "out_exists"."""
+    from kizami.formats.files import what_is_there
+    from kizami.formats.run_log import FOLDER
+
+    if (there := what_is_there(out)) is None or (out / FOLDER).is_dir():
+        return
+    if is_scratch(scratch_of(out)):
+        shutil.rmtree(scratch_of(out))
+    raise KizamiError(
+        f"{there}; kizami writes complete new folders only",
+        code="out_exists",
+        file=str(out),
+        hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
+    )
 
 
 def fetch_side_files(checkpoint: "Checkpoint", mirror: "Mirror") -> None:
@@ -64,10 +83,14 @@ def delivery_to(
 ) -> tuple["Delivery", dict[str, Any] | None]:
     """Makes the repository, and sees that it can take this output; the manifest, if a run of this plan has finished it.
     KizamiError as `as_refusal`, "push_target"."""
+    from kizami.formats.hub.cache import hub_id
     from kizami.formats.hub.target import Target
     from kizami.quantize.delivery import Delivery, refuse_other_model
 
-    delivery = Delivery(Target(repo, private, patience(ui)), partial, delete)
+    if hub_id(repo) is None or "@" in repo:
+        said = "is a folder here" if os.path.lexists(repo) else "is no name of a repository"
+        raise KizamiError(said, code="usage", file=repo, hint="org/name")
+    delivery = Delivery(Target(repo, private, patience(ui)), partial, delete, plan.hash)
     head = delivery.begin()
     return delivery, refuse_other_model(head, plan.hash, lambda name: read_there(head, name))
 
@@ -75,7 +98,7 @@ def delivery_to(
 def read_there(head: "Repository", name: str) -> dict[str, Any]:
     """The JSON object in a file of the repository. KizamiError "bad_json", and as `as_refusal`."""
     from kizami.formats.hub.client import Patience, as_refusal, patiently
-    from kizami.formats.hub.ranges import first_bytes
+    from kizami.formats.hub.ranges import read_range
     from kizami.formats.strict_json import parse_json_object
     from kizami.quantize.manifest import MAX_MANIFEST_BYTES
 
@@ -83,7 +106,7 @@ def read_there(head: "Repository", name: str) -> dict[str, Any]:
     if size > MAX_MANIFEST_BYTES:
         raise KizamiError(f"has {size:,} bytes", code="push_target", file=f"{head.name}/{name}")
     with as_refusal(head.name):
-        data = patiently(lambda: first_bytes(head, name, size), Patience())
+        data = patiently(lambda: read_range(head, name, 0, size), Patience())
     return parse_json_object(data, f"{head.name}/{name}", what="file")
 
 
@@ -150,17 +173,36 @@ def _temporary_mirror(ui: Ui, repository: "Repository") -> "Mirror":
     return Mirror(repository, Path(folder.name), patience(ui))
 
 
+def scratch_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.source")
+
+
+def is_scratch(folder: Path) -> bool:
+    """Whether it is a folder of ours: pinned, or empty but for a lock."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return _pinned(folder) is not None or not set(os.listdir(folder)) - {"lock"}
+
+
+def _pinned(folder: Path) -> dict[str, str] | None:
+    """Repository and commit; None where nothing says so."""
+    try:
+        found = json.loads((folder / PINNED).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_pin = isinstance(found, dict) and found.keys() == {"repo", "commit"}
+    return found if is_pin and all(isinstance(word, str) for word in found.values()) else None
+
+
 def _pin(folder: Path, repository: "Repository", source: str, *, restart: bool) -> None:
     """Makes the scratch folder, for this commit and no other. KizamiError "hub_moved", "out_exists", "locked"."""
+    from kizami.formats.hub.mirror import CONTENTS, DOWNLOAD
     from kizami.formats.run_log import lock_folder
     from kizami.formats.writer import write_file_durably
 
     ours = {"repo": repository.name, "commit": repository.commit}
     pinned = folder / PINNED
-    is_ours = (
-        folder.is_dir() and not folder.is_symlink() and (pinned.is_file() or not set(os.listdir(folder)) - {"lock"})
-    )
-    if os.path.lexists(folder) and not is_ours:
+    if os.path.lexists(folder) and not is_scratch(folder):
         raise KizamiError(
             "is not what kizami keeps there, the files that come from the Hub",
             code="out_exists",
@@ -168,10 +210,9 @@ def _pin(folder: Path, repository: "Repository", source: str, *, restart: bool) 
             hint="move it away, or choose another OUT",
         )
     lock_folder(folder, folder)  # until the program ends
-    if pinned.is_file():
-        found = json.loads(pinned.read_bytes())
+    if (found := _pinned(folder)) is not None:
         if found != ours and not restart:
-            then = printable(f"{found.get('repo')}@{found.get('commit')}", 200)
+            then = printable(f"{found['repo']}@{found['commit']}", 200)
             raise KizamiError(
                 f"{source} is commit {repository.commit} now, and an unfinished run here is of {then}",
                 code="hub_moved",
@@ -180,8 +221,8 @@ def _pin(folder: Path, repository: "Repository", source: str, *, restart: bool) 
             )
         if restart:
             for path in folder.iterdir():
-                if path.is_dir():
+                if path.is_dir() and (path.name == DOWNLOAD or path.name.startswith("models--")):
                     shutil.rmtree(path)
-                elif path.name != "lock":
+                elif path.name == CONTENTS:
                     path.unlink()
     write_file_durably(pinned, json.dumps(ours).encode())

@@ -75,7 +75,7 @@ Out = Annotated[
         metavar="OUT",
         show_default=False,
         help="What kizami convert wrote (verify: or another INT4 checkpoint): a folder, or a Hub id (org/name or "
-        "org/name@revision) in the local Hub cache.",
+        "org/name@revision): inspect, plan, check and convert read it there, the others in the local cache.",
     ),
 ]
 

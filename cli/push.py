@@ -34,11 +34,14 @@ def push(
     from kizami.cli.hub_source import patience, read_there
     from kizami.cli.source import finished_output
     from kizami.cli.verify import run_verify, show_verify
+    from kizami.formats.hub.cache import hub_id
     from kizami.formats.hub.target import Target, refuse_too_large
-    from kizami.quantize.delivery import in_commits, refuse_other_model
+    from kizami.quantize.delivery import in_commits, refuse_other_model, stake_of, without_their_card
     from kizami.quantize.manifest import output_identity, read_manifest
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
+    if hub_id(repo) is None or "@" in repo:
+        raise KizamiError("is no name of a repository", code="usage", file=repo, hint="org/name")
     folder = finished_output(out)
     found = run_verify(ui, folder, None, workers=workers)
     if not found.ok:
@@ -53,16 +56,20 @@ def push(
     target = Target(repo, private, patience(ui))
     target.create()
     head = target.look()
+    target.check_private()
     there = refuse_other_model(head, manifest["plan_hash"], lambda name: read_there(head, name))
     if there is not None and output_identity(there) != output_identity(manifest):
         raise KizamiError(
             "holds another conversion by the same plan", code="push_target", file=repo, hint="push to a new repository"
         )
+    others = dict(without_their_card(head, others, ui.progress))
+    stake = stake_of(manifest["plan_hash"])
     before = sum(target.holds(name, path) for name, path in (shards | others).items())
     for part in in_commits(shards):
-        commit = target.commit(part, f"{next(iter(part))} to {list(part)[-1]}" if len(part) > 1 else next(iter(part)))
+        begin, end = next(iter(part)), list(part)[-1]
+        commit = target.commit(part, begin if begin == end else f"{begin} to {end}", stake=stake)
         ui.progress(f"{counted(len(part), 'file')} on {repo} (commit {commit[:12]})")
-    commit = target.commit(others, "Index, config and card")
+    commit = target.commit(others, "Index, config and card", stake=stake, last=True)
     nbytes = sum(path.stat().st_size for path in (shards | others).values())
     files = len(shards) + len(others)
     body: dict[str, Any] = {

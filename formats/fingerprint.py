@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,15 +45,19 @@ def config_sha256(checkpoint: Checkpoint) -> str:
 
 def sample_file(path: Path, name: str) -> str:
     """Of one safetensors file; `name` in errors."""
-    digest = hashlib.sha256()
     fd = open_regular(path, name)
     try:
         begin = 8 + int.from_bytes(read_exactly(fd, 0, 8, name), "little")
-        data = os.fstat(fd).st_size - begin
-        size = min(PAGE_BYTES, data)
-        for i in range(PAGES if size > 0 else 0):
-            at = begin + (data - size) * i // (PAGES - 1)
-            digest.update(read_exactly(fd, at, size, name))
+        return sample_pages(begin, os.fstat(fd).st_size, lambda at, size: read_exactly(fd, at, size, name))
     finally:
         os.close(fd)
+
+
+def sample_pages(begin: int, end: int, read: Callable[[int, int], bytes]) -> str:
+    """Of the data from `begin` to `end` of a file, of which read(at, size) gives a part."""
+    digest = hashlib.sha256()
+    data = end - begin
+    size = min(PAGE_BYTES, data)
+    for i in range(PAGES if size > 0 else 0):
+        digest.update(read(begin + (data - size) * i // (PAGES - 1), size))
     return digest.hexdigest()

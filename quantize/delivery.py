@@ -15,11 +15,12 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.hub.repository import Repository
 from kizami.formats.hub.target import Target
 from kizami.formats.index import INDEX_NAME
+from kizami.formats.run_log import canonical
 from kizami.quantize.journal import ShardRecord
-from kizami.quantize.manifest import CONFIG, MANIFEST
+from kizami.quantize.manifest import CARD, CONFIG, MANIFEST
 from kizami.quantize.report import Row
 
-BATCH = 10  # shards in a commit: 15 commits for GLM-5.2
+BATCH = 10  # shards in a commit: 10 commits for GLM-5.2
 LAST = (INDEX_NAME, CONFIG, MANIFEST)  # a repository that has one of them looks like a model
 
 
@@ -32,10 +33,12 @@ class Delivery:
     target: Target
     folder: Path
     delete: bool
+    plan_hash: str
     on_gone: Callable[[int], None] = lambda number: None
     on_error: Callable[[BaseException], None] = lambda error: None
     short: Callable[[], bool] = lambda: False
     on_commit: Callable[[int, str], None] = lambda files, commit: None
+    on_card: Callable[[str], None] = lambda message: None
     gate: Callable[[list[Row]], None] = lambda rows: None
     commit: str | None = None  # the last one
     _waiting: list[ShardRecord] = field(default_factory=list)
@@ -45,9 +48,11 @@ class Delivery:
     _error: BaseException | None = None
 
     def begin(self) -> Repository:
-        """Makes the repository, and sees that no other model is in it. KizamiError "push_target"."""
+        """Makes the repository, and gives what is in it. KizamiError "push_target"."""
         self.target.create()
-        return self.target.look()
+        head = self.target.look()
+        self.target.check_private()
+        return head
 
     def is_there(self, record: ShardRecord) -> bool:
         """Whether the repository holds these bytes already."""
@@ -92,7 +97,9 @@ class Delivery:
         lost = next((record.file for record in records if not self.is_there(record)), None)
         if lost is not None:
             raise KizamiError("was pushed, and is gone or another file now", code="hub_error", file=lost)
-        self.commit = self.target.commit(files, "Index, config and card")
+        head = self.target.look()
+        files = without_their_card(head, files, self.on_card)
+        self.commit = self.target.commit(files, "Index, config and card", stake=stake_of(self.plan_hash), last=True)
         self.on_commit(len(files), self.commit)
         return self.commit
 
@@ -129,11 +136,28 @@ class Delivery:
         commit = self.target.commit(
             {record.file: self.folder / record.file for record in records},
             first if len(records) == 1 else f"{first} to {last}",
+            stake=stake_of(self.plan_hash),
         )
         self.on_commit(len(records), commit)
         for record in records if self.delete else ():
             (self.folder / record.file).unlink()
             self.on_gone(record.number)
+
+
+def stake_of(plan_hash: str) -> bytes:
+    """Says in the repository whose the shards are, until the last commit takes it away."""
+    return f"{canonical({'kizami': 'unfinished', 'plan_hash': plan_hash})}\n".encode()
+
+
+def without_their_card(
+    head: Repository, files: Mapping[str, Path], on_card: Callable[[str], None]
+) -> Mapping[str, Path]:
+    """The card that is there, somebody's words or one that was edited on the Hub, stays; `on_card` is told."""
+    there = head.files.get(CARD)
+    if there is None or CARD not in files or there.is_at(files[CARD]):
+        return files
+    on_card(f"{head.name} has a {CARD} of its own, which stays: kizami's is not pushed")
+    return {name: path for name, path in files.items() if name != CARD}
 
 
 def in_commits(shards: Mapping[str, Path]) -> Iterator[dict[str, Path]]:

@@ -164,7 +164,7 @@ def run(
                 )
             )  # fmt: skip
             checkpoint.check_unchanged()
-            contents = (remote.contents() or known).sampled
+            contents = known.sampled if remote.mirror is None else remote.mirror.all_contents(checkpoint)
             made = _with_libraries(plan, device)
             return finish(made, checkpoint, journal, out, side_files, contents, remote.delivery)
     finally:
@@ -190,7 +190,8 @@ def _recheck(
     """
     mtimes = {shard.number: source_mtimes(shard, checkpoint) for shard in plan.shards}
     outdated = [record for record in journal.done.values() if record.source_mtimes != mtimes.get(record.number)]
-    sent = {number for number, record in journal.done.items() if delivery is not None and delivery.is_there(record)}
+    sheds = delivery is not None and delivery.delete
+    sent = {number for number, record in journal.done.items() if sheds and delivery and delivery.is_there(record)}
     left = [record for record in journal.done.values() if record not in outdated]
     changed = [record for record in left if not journal.is_whole(record, sent=record.number in sent)]
     for record in (*outdated, *changed):

@@ -14,13 +14,17 @@ from threading import Condition, Event, Thread
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.hub.mirror import Mirror
+from kizami.formats.index import INDEX_NAME
 from kizami.formats.reader import TensorReader
+from kizami.formats.side_files import find_side_files
 from kizami.quantize.executor import Stopped
+from kizami.quantize.manifest import CARD, CONFIG
 from kizami.quantize.plan import Shard
 
 FETCHERS = 4  # downloads at once; each of them is of one file
 BLOCK = 4096  # of a file system: what a file takes is rounded up
 NOTES = 3 * BLOCK  # beside each file: huggingface_hub's record and lock of the download, and our line of its contents
+ROOM = 1 << 16  # folders, journal, locks
 
 
 def on_disk(nbytes: int) -> int:
@@ -72,7 +76,7 @@ class Supply:
         for shard in self.todo:
             for name in self._names(shard):
                 self._files.setdefault(name, _File(on_disk(headers[name].file_size))).later += 1
-        self._taken = 0 if self.mirror is None else fixed_bytes(self.mirror, self.checkpoint)
+        self._taken = 0 if self.mirror is None else fixed_bytes(self.mirror, self.checkpoint, outputs=self.outputs)
         self._room = {number: on_disk(nbytes) for number, nbytes in self.kept.items()}
         check_limit(self.limit, self._taken, {shard.number: self._need(shard) for shard in self.todo})
         self._taken += sum(self._room.values())
@@ -210,12 +214,13 @@ class Supply:
                 self._change.notify_all()
 
 
-def fixed_bytes(mirror: Mirror, checkpoint: Checkpoint) -> int:
-    """What is on the disk from the first to the last: headers, and the files beside the weights."""
+def fixed_bytes(mirror: Mirror, checkpoint: Checkpoint, *, outputs: bool) -> int:
+    """What is on the disk from the first to the last: headers, and the files beside the weights; these twice where the
+    output lies within the limit, too."""
+    names = {*find_side_files(checkpoint).copied, CARD, CONFIG, INDEX_NAME}
+    sizes = [on_disk(file.size) for name, file in mirror.repository.files.items() if name in names]
     headers = sum(on_disk(header.data_begin) for header in checkpoint.headers.values())
-    weights = checkpoint.headers.keys()
-    whole = [file for name, file in mirror.repository.files.items() if name not in weights and mirror.holds(name)]
-    return headers + sum(on_disk(file.size) for file in whole) + NOTES * len(mirror.repository.files)
+    return headers + sum(sizes) * (1 + outputs) + NOTES * len(mirror.repository.files) + ROOM
 
 
 def check_limit(limit: int, fixed: int, needs: Mapping[int, int]) -> None:

@@ -22,18 +22,33 @@ ELSEWHERE = {
     "--engine llmcompressor": "an environment of its own: test_llmcompressor_engine.py",
     "moonshotai/Kimi-K2-Thinking": "an INT4 source: test_packed_source.py",
     "GLM-4.7-FP8": "K and V by head: test_kv_scales_convert.py, test_cli_kv_accuracy.py",
+    "--evaluation": "figures of an evaluation: test_card_evaluation.py",
     "http://": "two servers: test_small_server.py",
     "smollm2": "a package with weights: test_smollm2_moe.py",
     "docs/kv-cache": "its checkpoint comes with the reference: test_kv_certificate.py",
 }
 
 
+def blocks(text: str) -> Iterator[str]:
+    """Of shell, or of no language."""
+    block: list[str] | None = None
+    for line in text.splitlines():
+        if block is None and (fence := re.fullmatch(r" *```(\w*)", line)):
+            block, language = [], fence[1]
+        elif block is not None and line.strip() == "```":
+            if language in ("", "sh", "console"):
+                yield "\n".join(block)
+            block = None
+        elif block is not None:
+            block.append(line)
+
+
 def shown() -> Iterator[tuple[str, str]]:
     for page in PAGES:
         name = page.relative_to(ROOT).with_suffix("").as_posix()
-        for block in re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        for block in blocks(page.read_text(encoding="utf-8")):
             for line in block.replace("\\\n", " ").splitlines():
-                for part in re.split(r" && ", line.removeprefix("$ ")):
+                for part in re.split(r" && ", line.strip().removeprefix("$ ")):
                     if re.match(r"(\S*/)?kizami ", part):
                         yield name, part.partition(" # ")[0].strip()
 

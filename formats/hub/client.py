@@ -22,6 +22,7 @@ TRIES = 8  # of a call; with the waits between them some four minutes
 MAX_WAIT = 60.0  # seconds, where the server says nothing
 MAX_TOLD_WAIT = 600.0  # where it does: `Retry-After` of a rate limit is at most five minutes
 BUSY = (408, 425, 429, 500, 502, 503, 504)
+NEVER = ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL")  # ours: no server would answer
 
 
 def hub() -> "HfApi":
@@ -64,6 +65,10 @@ def as_refusal(repo: str) -> Iterator[None]:
         ) from None
     except errors.RevisionNotFoundError:
         raise KizamiError("has no such branch, tag or commit", code="hub_not_found", file=repo) from None
+    except errors.LocalEntryNotFoundError as e:  # of a file's address: whatever the server said, it gave none
+        hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
+        said = f"the Hub gives no file: {_words(e)}"
+        raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
     except errors.EntryNotFoundError as e:
         raise KizamiError(f"a file is gone: {_words(e)}", code="hub_not_found", file=repo) from None
     except errors.HFValidationError:
@@ -73,13 +78,28 @@ def as_refusal(repo: str) -> Iterator[None]:
         raise KizamiError("HF_HUB_OFFLINE is set", code="hub_offline", file=repo, hint=hint) from None
     except errors.HfHubHTTPError as e:
         status = getattr(e.response, "status_code", None)
-        hint = "does the token have write access?" if status in (401, 403) else "try again later"
+        hints = {401: "is the token right? `hf auth whoami` tells", 403: "may the token write there?"}
+        hint = hints.get(status or 0, "try again later")
         said = f"the Hub answers {status}: {_words(e)}"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
     except transport_error() as e:
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
         said = f"the Hub cannot be reached: {type(e).__name__} {_words(e)}".rstrip()
         raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
+    except UnicodeError:
+        hint = "correct HF_TOKEN and HF_ENDPOINT in the environment"
+        raise KizamiError(
+            "the token has characters that no header can have", code="bad_environment", hint=hint
+        ) from None
+    except (ValueError, TypeError, LookupError, AttributeError) as e:  # no JSON, or of another shape; a card's metadata
+        said = f"the Hub's answer is none, or it refuses: {type(e).__name__} {_words(e)}"
+        raise KizamiError(said, code="hub_error", file=repo, hint="is HF_ENDPOINT the Hub's?") from None
+
+
+def cause_of(error: Exception) -> Exception:
+    """What failed in a thread of huggingface_hub's, which it wraps."""
+    wrapped = isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception)
+    return error.__cause__ if wrapped and isinstance(error.__cause__, Exception) else error
 
 
 def _words(error: BaseException) -> str:
@@ -91,11 +111,13 @@ def _words(error: BaseException) -> str:
 
 def wait_of(error: BaseException, tried: int) -> float | None:
     """Seconds to wait before a call that failed so is made again; None where that is of no use."""
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # as an upload in a thread wraps it
-        error = error.__cause__
     usual = min(MAX_WAIT, 2.0**tried)
+    if isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in NEVER:
+        return None
+    if isinstance(error, LocalEntryNotFoundError):
+        return usual
     if isinstance(error, HfHubHTTPError):
         if getattr(error.response, "status_code", None) not in BUSY:
             return None

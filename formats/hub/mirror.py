@@ -9,19 +9,20 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from kizami.formats.checkpoint import CONFIG_NAME, Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error
-from kizami.formats.fingerprint import sample_file
+from kizami.formats.fingerprint import sample_file, sample_pages
 from kizami.formats.header import MAX_HEADER_BYTES, Header
 from kizami.formats.hub.client import Patience, as_refusal, hub, patiently
-from kizami.formats.hub.ranges import first_bytes
+from kizami.formats.hub.ranges import read_range
 from kizami.formats.hub.repository import RemoteFile, Repository
 from kizami.formats.index import INDEX_NAME, SINGLE_NAME, load_index, natural_key
 from kizami.formats.run_log import append_line
@@ -43,6 +44,7 @@ class Mirror:
     repository: Repository
     folder: Path
     patience: Patience
+    lock: Lock = field(default_factory=Lock, compare=False)
 
     @property
     def root(self) -> Path:
@@ -52,6 +54,7 @@ class Mirror:
     def open(self) -> Checkpoint:
         """The checkpoint, from config, index and headers alone. KizamiError as `as_refusal` and Checkpoint.open."""
         shutil.rmtree(self.folder / DOWNLOAD, ignore_errors=True)  # halves of files, of a run that was killed
+        self.root.mkdir(parents=True, exist_ok=True)
         for file in self.repository.files.values():
             if not (self.root / file.name).exists():
                 self._lay(file, b"")
@@ -59,25 +62,25 @@ class Mirror:
             if name in self.repository.files:
                 self.fetch(name)
         weights = [name for name in self._weights() if name in self.repository.files]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            for _ in pool.map(self._lay_header, weights):
-                pass
+        self._at_once(self._lay_header, weights)
         checkpoint = Checkpoint.open(self.root)
         headers = {name: _as_fetched(header) for name, header in checkpoint.headers.items()}
         return replace(checkpoint, headers=headers, remote=True)
 
     def _weights(self) -> Iterable[str]:
-        if INDEX_NAME in self.repository.files:
-            return set(load_index(self.root / INDEX_NAME).weight_map.values())
-        return (SINGLE_NAME,)
+        if INDEX_NAME not in self.repository.files:
+            return (SINGLE_NAME,)
+        weight_map = load_index(self.root / INDEX_NAME).weight_map
+        for tensor, name in weight_map.items():
+            if name not in self.repository.files:
+                said = f"is not in {self.repository.name}, but {INDEX_NAME} places tensors in it"
+                raise KizamiError(said, code="missing_file", file=name, tensor=tensor)
+        return set(weight_map.values())
 
     def _lay_header(self, name: str) -> None:
         path, file = self.root / name, self.repository.files[name]
         if path.stat().st_mtime_ns == FETCHED_NS:
             return
-        with open(path, "rb") as stream:
-            if int.from_bytes(stream.read(8), "little"):  # an earlier run laid it
-                return
         data = self._first(file, min(FIRST_BYTES, file.size))
         length = 8 + int.from_bytes(data[:8], "little")
         if len(data) < length <= min(file.size, MAX_HEADER_BYTES + 8):
@@ -86,7 +89,19 @@ class Mirror:
 
     def _first(self, file: RemoteFile, count: int) -> bytes:
         with as_refusal(self.repository.name):
-            return patiently(lambda: first_bytes(self.repository, file.name, count), self.patience)
+            return patiently(lambda: read_range(self.repository, file.name, 0, count), self.patience)
+
+    def _at_once(self, work: Callable[[str], object], names: Iterable[str]) -> None:
+        """A failure, or a signal, ends the others' waiting, too."""
+        pool = ThreadPoolExecutor(AT_ONCE)
+        try:
+            for _ in pool.map(work, names):
+                pass
+        except BaseException:
+            self.patience.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
 
     def _lay(self, file: RemoteFile, data: bytes) -> None:
         """A hole that begins with `data`."""
@@ -127,20 +142,24 @@ class Mirror:
 
     def fetch_all(self, names: Iterable[str]) -> None:
         """The same for several, some at once."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            for _ in pool.map(self.fetch, names):
-                pass
+        self._at_once(self.fetch, names)
 
     def _arrived(self, file: RemoteFile, path: Path) -> Path:
         place = self.folder / DOWNLOAD
         for tried in range(TRIES):
-            with as_refusal(self.repository.name):
-                load = partial(self._download, file, place, again=tried > 0)
-                got = patiently(load, self.patience)
+            try:
+                with as_refusal(self.repository.name):
+                    load = partial(self._download, file, place, again=tried > 0)
+                    got = patiently(load, self.patience)
+            except OSError as e:
+                if e.errno is not None:
+                    raise
+                continue  # huggingface_hub found another size than was said; its words have the address in them
             if file.is_at(got):
-                path.parent.mkdir(parents=True, exist_ok=True)
+                header = self._header_of(path)
                 os.utime(got, ns=(FETCHED_NS, FETCHED_NS))
                 os.replace(got, path)
+                self._check_header(file, header)
                 return path
             got.unlink()
         raise KizamiError(
@@ -149,6 +168,25 @@ class Mirror:
             file=file.name,
             hint="try again later; a proxy or a mirror may be at fault",
         )
+
+    def _header_of(self, path: Path) -> bytes:
+        """Length and header of what lies there; b"" for a hole without."""
+        with open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= MAX_HEADER_BYTES:
+                return b""
+            stream.seek(0)
+            return stream.read(8 + length)
+
+    def _check_header(self, file: RemoteFile, header: bytes) -> None:
+        """The plan was made from a part of the file, which nothing proved: the whole has the Hub's hash."""
+        if header and file.name.endswith(".safetensors") and self._header_of(self.root / file.name) != header:
+            raise KizamiError(
+                "has another header than was read before",
+                code="hub_corrupt",
+                file=file.name,
+                hint="run the same command again: it is read anew",
+            )
 
     def _download(self, file: RemoteFile, place: Path, *, again: bool) -> Path:
         return Path(
@@ -159,12 +197,7 @@ class Mirror:
 
     def drop(self, name: str) -> None:
         """A hole again. Its header stays."""
-        path = self.root / name
-        with open(path, "rb") as stream:
-            length = 8 + int.from_bytes(stream.read(8), "little")
-            stream.seek(0)
-            data = stream.read(length)
-        self._lay(self.repository.files[name], data)
+        self._lay(self.repository.files[name], self._header_of(self.root / name))
 
     def remove(self) -> None:
         """What tells whose it is goes last."""
@@ -181,21 +214,43 @@ class Mirror:
             return
         line = json.dumps({"file": file.name, "is": file.sha256 or file.git, "sample": sample_file(path, file.name)})
         target = self.folder / CONTENTS
-        target.touch()
-        append_line(target, f"{line}\n".encode())
+        with self.lock:
+            target.touch()
+            half = not target.read_bytes().endswith(b"\n") and target.stat().st_size > 0  # a kill, or a full disk
+            append_line(target, f"{chr(10) * half}{line}\n".encode())
+
+    def all_contents(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """As `sample_contents`. Of files that no shard needed, or that an earlier run fetched whose notes are lost, the
+        sampled pages are read from the Hub."""
+        found = self.contents()
+        for name, header in checkpoint.headers.items():
+            if name not in found:
+                with as_refusal(self.repository.name):
+                    found[name] = sample_pages(
+                        header.data_begin,
+                        header.file_size,
+                        lambda at, size, name=name: patiently(  # type: ignore[misc]
+                            lambda: read_range(self.repository, name, at, size), self.patience
+                        ),
+                    )
+        return {name: found[name] for name in checkpoint.headers}
 
     def contents(self) -> dict[str, str]:
-        """As `sample_contents`, of the weights that have been fetched so far."""
+        """The same, of the weights that have been fetched so far."""
         found: dict[str, str] = {}
         try:
             text = (self.folder / CONTENTS).read_text(encoding="utf-8")
         except FileNotFoundError:
             return found
         for line in text[: text.rfind("\n") + 1].splitlines():
-            one = json.loads(line)
-            file = self.repository.files.get(one["file"])
-            if file is not None and one["is"] == (file.sha256 or file.git):
-                found[one["file"]] = one["sample"]
+            try:
+                one = json.loads(line)
+                name, known, sample = one["file"], one["is"], one["sample"]
+            except (ValueError, LookupError, TypeError):  # half a line
+                continue
+            file = self.repository.files.get(name)
+            if file is not None and known == (file.sha256 or file.git):
+                found[name] = str(sample)
         return {name: found[name] for name in sorted(found, key=natural_key)}
 
 

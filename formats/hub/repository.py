@@ -2,14 +2,17 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kizami.formats.errors import KizamiError
+from kizami.formats.errors import KizamiError, printable
 from kizami.formats.files import has_control
 from kizami.formats.hub.client import Patience, as_refusal, hub, patiently
 
+_COMMIT, _SHA256 = re.compile("[0-9a-f]{40}"), re.compile("[0-9a-f]{64}")
 MAX_FILES = 20_000  # kizami reads 10,000 shards and copies 10,000 other files at most
 _CHUNK = 8 << 20
 
@@ -43,32 +46,43 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """`name` as org/name; `commit` is what `revision` meant when it was asked for."""
+    """`name` as org/name; `commit` is what `revision` meant when it was asked for. private: None where the Hub does not
+    say."""
 
     name: str
     commit: str
     files: Mapping[str, RemoteFile]
+    private: bool | None = None
 
     @staticmethod
     def look(name: str, revision: str | None = None, patience: Patience = Patience()) -> "Repository":  # noqa: B008
         """KizamiError as `as_refusal`; "hub_error" for an answer that makes no sense."""
         with as_refusal(f"{name}@{revision}" if revision else name):
             found = patiently(lambda: hub().model_info(name, revision=revision, files_metadata=True), patience)
-        siblings = found.siblings or []
-        if not found.sha or len(siblings) > MAX_FILES:
-            said = f"has {len(siblings)} files, expected at most {MAX_FILES}" if found.sha else "has no commit"
-            raise KizamiError(said, code="hub_error", file=name)
-        files = {}
-        for one in siblings:
-            if (problem := path_problem(one.rfilename)) is not None:
-                raise KizamiError(f"has a file with {problem}", code="hub_error", file=name, tensor=one.rfilename)
-            size = one.lfs.size if one.lfs else one.size
-            if size is None or not (one.lfs or one.blob_id):
-                raise KizamiError("the Hub states no size or hash of it", code="hub_error", file=one.rfilename)
-            files[one.rfilename] = RemoteFile(
-                one.rfilename, size, one.lfs.sha256 if one.lfs else None, one.blob_id or ""
+            siblings, commit, private = list(found.siblings or ()), str(found.sha), found.private
+            listed = [_listed(one) for one in siblings]
+        if not _COMMIT.fullmatch(commit) or len(listed) > MAX_FILES:
+            raise KizamiError(
+                f"is commit {printable(commit, 60)} with {len(listed)} files, expected 40 hex digits and at most "
+                f"{MAX_FILES}",
+                code="hub_error",
+                file=name,
             )
-        return Repository(name, found.sha, files)
+        for one in listed:
+            if (problem := path_problem(one.name)) is not None:
+                raise KizamiError(f"has a file with {problem}", code="hub_error", file=name, tensor=one.name)
+            if not 0 <= one.size < 2**63 or not (_SHA256.fullmatch(one.sha256 or "") or _COMMIT.fullmatch(one.git)):
+                raise KizamiError("the Hub states no size or hash of it", code="hub_error", file=one.name)
+        return Repository(name, commit, {one.name: one for one in listed}, private)
+
+
+def _listed(sibling: Any) -> RemoteFile:
+    """ValueError, TypeError, AttributeError for what is no entry of a listing."""
+    lfs = sibling.lfs
+    size, sha256 = (lfs.size, str(lfs.sha256)) if lfs else (sibling.size, None)
+    if type(size) is not int or not isinstance(sibling.rfilename, str):
+        raise TypeError("a file without a size or a name")
+    return RemoteFile(sibling.rfilename, size, sha256, str(sibling.blob_id or ""))
 
 
 def path_problem(name: str) -> str | None:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.hub.client import Patience, as_refusal, hub, patiently, wait_of
+from kizami.formats.hub.client import Patience, as_refusal, cause_of, hub, patiently, wait_of
+from kizami.formats.hub.ranges import read_range
 from kizami.formats.hub.repository import Repository
 
 TRIES = 12  # of a commit
 MAX_FILE_BYTES = 200 * 10**9  # of one file (huggingface_hub PR #3696); the Hub recommends 50 GB
 CONFLICT = 412
+STAKE = "kizami-push.json"
+MAX_STAKE_BYTES = 1 << 16
 THREADS = 5  # uploads at once, as huggingface_hub has it
 
 
@@ -35,6 +38,17 @@ class Target:
         with as_refusal(self.name):
             patiently(lambda: hub().create_repo(self.name, private=self.private or None, exist_ok=True), self.patience)
 
+    def check_private(self) -> None:
+        """KizamiError "push_target" where a private repository was asked for and the one that is there is public."""
+        assert self._head is not None
+        if self.private and self._head.private is False:
+            raise KizamiError(
+                "is there and is public; --private was asked for",
+                code="push_target",
+                file=self.name,
+                hint="make it private first, or leave --private out",
+            )
+
     def look(self, revision: str | None = None) -> Repository:
         """The head, or the commit that is named: what the repository holds now."""
         self._head = Repository.look(self.name, revision, self.patience)
@@ -52,37 +66,58 @@ class Target:
         there = self._head.files.get(name)
         return there is not None and there.is_at(path)
 
-    def commit(self, files: Mapping[str, Path], message: str) -> str:
-        """Adds those that are not there, in one commit, and gives the head's id. KizamiError as `as_refusal`, or
-        "too_large" before anything is sent."""
+    def commit(self, files: Mapping[str, Path], message: str, *, stake: bytes, last: bool = False) -> str:
+        """Adds those that are not there, in one commit, and gives the head's id. stake: what says whose the files are
+        as long as the model is not whole, in STAKE; the last commit removes it. KizamiError as `as_refusal`;
+        "push_target" for a file of another job or person in the place of ours; "too_large" before anything is sent."""
         refuse_too_large(files)
         revision: str | None = None
         for tried in range(TRIES):
             head = self.look(revision)
             left = {name: path for name, path in files.items() if not self.holds(name, path)}
-            if not left:
+            staked = STAKE in head.files
+            if not left and not (last and staked):
                 return head.commit
+            self._refuse_others(head, left, stake)
             revision = None
             try:
-                revision = self._send(left, message, head.commit)
-            except Exception as e:
-                seconds = _wait_of(e, tried)
-                if seconds is None or tried == TRIES - 1:
-                    with as_refusal(self.name):
-                        raise
-                self.patience.on_wait(seconds, e)
-                if self.patience.stop.wait(seconds):
-                    with as_refusal(self.name):
-                        raise
+                revision = self._send(left, message, head.commit, None if last or staked else stake, last and staked)
+            except Exception as failure:
+                error = cause_of(failure)
+                seconds = _wait_of(error, tried)
+                if seconds is not None and tried < TRIES - 1:
+                    self.patience.on_wait(seconds, error)
+                    if not self.patience.stop.wait(seconds):
+                        continue
+                with as_refusal(self.name):
+                    raise error from None
         raise KizamiError("took a commit and does not hold its files", code="hub_error", file=self.name)
 
-    def _send(self, files: Mapping[str, Path], message: str, parent: str) -> str:
-        from huggingface_hub import CommitOperationAdd
+    def _refuse_others(self, head: Repository, left: Mapping[str, Path], stake: bytes) -> None:
+        there = next((name for name in left if name in head.files), None)
+        if there is None and STAKE in head.files:
+            size = head.files[STAKE].size
+            with as_refusal(self.name):
+                found = patiently(lambda: read_range(head, STAKE, 0, min(size, MAX_STAKE_BYTES)), self.patience)
+            there = STAKE if found != stake else None
+        if there is not None:
+            whose = "an unfinished push of another conversion" if there == STAKE else "of somebody else"
+            raise KizamiError(
+                f"holds {there}, {whose}",
+                code="push_target",
+                file=self.name,
+                hint="push to a new repository, or remove it there; kizami replaces and deletes nothing of others",
+            )
+
+    def _send(self, files: Mapping[str, Path], message: str, parent: str, stake: bytes | None, unstake: bool) -> str:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         api = hub()
         added: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+        added += [CommitOperationAdd(STAKE, stake)] if stake is not None else []
         api.preupload_lfs_files(self.name, added, num_threads=THREADS)
-        return str(api.create_commit(self.name, added, commit_message=message, parent_commit=parent).oid)
+        gone: list[Any] = [CommitOperationDelete(STAKE)] if unstake else []
+        return str(api.create_commit(self.name, [*added, *gone], commit_message=message, parent_commit=parent).oid)
 
 
 def _wait_of(error: Exception, tried: int) -> float | None:
