@@ -65,8 +65,8 @@ Source = Annotated[
     typer.Argument(
         metavar="SRC",
         show_default=False,
-        help="The FP8, BF16 or INT4 checkpoint: a folder, or a Hub id (org/name or org/name@revision) in the local Hub "
-        "cache.",
+        help="The FP8, BF16 or INT4 checkpoint: a folder, or a Hub id (org/name or org/name@revision), which inspect, "
+        "plan, check and convert read on the Hub, the others in its local cache.",
     ),
 ]
 Out = Annotated[
@@ -75,7 +75,7 @@ Out = Annotated[
         metavar="OUT",
         show_default=False,
         help="What kizami convert wrote (verify: or another INT4 checkpoint): a folder, or a Hub id (org/name or "
-        "org/name@revision): inspect, plan, check and convert read it there, the others in the local cache.",
+        "org/name@revision) in the local Hub cache.",
     ),
 ]
 
