@@ -478,6 +478,19 @@ def test_what_cannot_work_is_told_at_once(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("status", "times", "code"), [(404, 99, 2), (503, 3, 0)])
+def test_a_file_that_is_refused_ends_the_run_and_one_that_is_busy_is_waited_for(
+    hub: LocalHub, tmp_path: Path, status: int, times: int, code: int
+) -> None:
+    hub.faults.add(Fault("status", method="HEAD", path="resolve/.*model-00006", status=status, times=times))
+    began = time.monotonic()
+    env = hub.environment(tmp_path / "home")
+    done = run(env, "convert", SRC, tmp_path / "out", "--max-shard-size", OUT_SHARD, "-q", kill_after=60)
+    assert done.code == code, done.err
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.long
 def test_a_commit_id_that_is_a_path_is_refused(twelve: Path, tmp_path: Path) -> None:
     from kizami.formats.errors import KizamiError
     from kizami.formats.hub import repository

@@ -67,7 +67,8 @@ def as_refusal(repo: str) -> Iterator[None]:
         raise KizamiError("has no such branch, tag or commit", code="hub_not_found", file=repo) from None
     except errors.LocalEntryNotFoundError as e:  # of a file's address: whatever the server said, it gave none
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
-        said = f"the Hub gives no file: {_words(e)}"
+        status = _status(e.__cause__)
+        said = f"the Hub gives no address of a file: {f'it answers {status}' if status else type(e.__cause__).__name__}"
         raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
     except errors.EntryNotFoundError as e:
         raise KizamiError(f"a file is gone: {_words(e)}", code="hub_not_found", file=repo) from None
@@ -77,7 +78,7 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = "unset HF_HUB_OFFLINE, or download it before"
         raise KizamiError("HF_HUB_OFFLINE is set", code="hub_offline", file=repo, hint=hint) from None
     except errors.HfHubHTTPError as e:
-        status = getattr(e.response, "status_code", None)
+        status = _status(e)
         hints = {401: "is the token right? `hf auth whoami` tells", 403: "may the token write there?"}
         hint = hints.get(status or 0, "try again later")
         said = f"the Hub answers {status}: {_words(e)}"
@@ -93,7 +94,14 @@ def as_refusal(repo: str) -> Iterator[None]:
         ) from None
     except (ValueError, TypeError, LookupError, AttributeError) as e:  # no JSON, or of another shape; a card's metadata
         said = f"the Hub's answer is none, or it refuses: {type(e).__name__} {_words(e)}"
-        raise KizamiError(said, code="hub_error", file=repo, hint="is HF_ENDPOINT the Hub's?") from None
+        of_card = "license, language and tags of the card are those of the source's README.md"
+        hint = of_card if "metadata" in str(e) else "is HF_ENDPOINT the Hub's?"
+        raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
+
+
+def _status(error: BaseException | None) -> int | None:
+    found = getattr(getattr(error, "response", None), "status_code", None)
+    return found if isinstance(found, int) else None
 
 
 def cause_of(error: Exception) -> Exception:
@@ -117,9 +125,10 @@ def wait_of(error: BaseException, tried: int) -> float | None:
     if isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in NEVER:
         return None
     if isinstance(error, LocalEntryNotFoundError):
-        return usual
+        status = _status(error.__cause__)
+        return usual if status is None or status in BUSY else None
     if isinstance(error, HfHubHTTPError):
-        if getattr(error.response, "status_code", None) not in BUSY:
+        if _status(error) not in BUSY:
             return None
         told: Any = error.response.headers.get("Retry-After", "")
         return max(usual, min(MAX_TOLD_WAIT, float(told))) if told.isdigit() else usual
