@@ -26,7 +26,7 @@ Folder = Annotated[
     typer.Argument(
         metavar="OUT|SRC",
         show_default=False,
-        help="A checkpoint: a folder, or a Hub id (org/name or org/name@revision) in the local Hub cache.",
+        help="A checkpoint: a folder, or a Hub id (org/name or org/name@revision).",
     ),
 ]
 Engine = Annotated[

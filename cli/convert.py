@@ -12,11 +12,11 @@ from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert
-from kizami.cli.hub_run import HubAsked, clean_up, made_in, remote_of
+from kizami.cli.hub_run import OVER_THRESHOLD, HubAsked, clean_up, made_in, remote_of
 from kizami.cli.hub_source import open_for_convert
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked
 from kizami.cli.method_words import method_lines, show_fallbacks, some
-from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size
+from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size, show_error
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -113,10 +113,16 @@ def convert(
         return
     limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
     remote = remote_of(ui, plan, checkpoint, mirror, out, hub, limit, max_rel_error)
-    body = run_convert(
-        ui, plan, checkpoint, out, statistics=statistics, job=job, device=device, workers=workers, restart=restart,
-        remote=remote, events=events,
-    )  # fmt: skip
+    try:
+        body = run_convert(
+            ui, plan, checkpoint, out, statistics=statistics, job=job, device=device, workers=workers, restart=restart,
+            remote=remote, events=events,
+        )  # fmt: skip
+    except KizamiError as refusal:
+        if refusal.code != OVER_THRESHOLD:
+            raise
+        show_error(refusal, as_json=json)
+        raise typer.Exit(1) from None
     made = made_in(remote, out)
     over = exceeding(made, max_rel_error)
     if json:

@@ -142,11 +142,14 @@ CONFIG = "config.json"
 
 def _kind(a: str) -> str:
     from kizami.calibration.evaluation.lm_eval_logs import is_log
+    from kizami.formats.hub.cache import hub_id
 
     if a.startswith(("http://", "https://")):
         return SERVERS
     if is_log(path := Path(a)):
         return ANSWERS
+    if hub_id(a) is not None:  # in the user's cache
+        return TEXT
     if not path.exists():
         raise KizamiError("does not exist", code="missing_file", file=a, hint="a checkpoint, lm-eval's logs, or a URL")
     if path.is_dir() and not (path / CONFIG).exists():

@@ -35,6 +35,7 @@ PushTo = Annotated[
 Private = Annotated[
     bool, option("--private", panel=OUTPUT, flag=True, help="Make a new repository private (--push-to).")
 ]
+PrivateRepo = Annotated[bool, option("--private", panel=OUTPUT, flag=True, help="Make a new repository private.")]
 DeletePushed = Annotated[
     bool,
     option(

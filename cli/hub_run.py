@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kizami.quantize.plan import Plan
     from kizami.quantize.report import Row
 
+OVER_THRESHOLD = "over_threshold"  # exit code 1: the run is done, and its limit is missed
+OVER_SHOWN = 5
+
 
 @dataclass(frozen=True, slots=True)
 class HubAsked:
@@ -64,7 +67,7 @@ def remote_of(
     if asked.push_to is not None:
         place = partial_of(out)
         repo, private, delete = asked.push_to, asked.private, asked.delete_pushed
-        delivery, finished = hub_source.delivery_to(ui, repo, plan, place, private=private, delete=delete)
+        delivery, finished = hub_source.delivery_to(ui, repo, plan, checkpoint, place, private=private, delete=delete)
         if finished is not None and delete and not place.exists():
             _end_of_a_killed_run(ui, repo, finished, checkpoint, mirror, out)
         delivery.on_card = ui.progress
@@ -116,11 +119,12 @@ def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
     def check(rows: "list[Row]") -> None:
         over = [] if max_rel_error is None else over_threshold(rows, max_rel_error)
         if over:
+            named = ", ".join(f"{row['name']} ({row['rel_error']:.4f})" for row in over[:OVER_SHOWN])
+            said = f"{counted(len(over), 'tensor')} above --max-rel-error {max_rel_error:g}: {named}"
             raise KizamiError(
-                f"{counted(len(over), 'tensor')} above --max-rel-error {max_rel_error:g}, the worst: {over[0]['name']} "
-                f"({over[0]['rel_error']:.4f}); shards are pushed, index and config are not",
+                f"{said}; index and config are not pushed",
                 code="over_threshold",
-                hint="another --method or a smaller --group-size; or raise the limit and run again",
+                hint="raise the limit and run again, or use other settings with a new OUT and a new repository",
             )
 
     return check

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kizami.quantize.delivery import Delivery
     from kizami.quantize.plan import Plan
 
+FIRST_TRIES = 4  # of the first look: a few seconds, and then the cache
 PINNED = "hub.json"  # in the scratch folder: the commit that it is of
 _FOLDERS: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the program ends
 
@@ -79,20 +80,25 @@ def fetch_side_files(checkpoint: "Checkpoint", mirror: "Mirror") -> None:
 
 
 def delivery_to(
-    ui: Ui, repo: str, plan: "Plan", partial: Path, *, private: bool, delete: bool
+    ui: Ui, repo: str, plan: "Plan", checkpoint: "Checkpoint", partial: Path, *, private: bool, delete: bool
 ) -> tuple["Delivery", dict[str, Any] | None]:
     """Makes the repository, and sees that it can take this output; the manifest, if a run of this plan has finished it.
     KizamiError as `as_refusal`, "push_target"."""
     from kizami.formats.hub.cache import hub_id
     from kizami.formats.hub.target import Target
-    from kizami.quantize.delivery import Delivery, refuse_other_model
+    from kizami.formats.side_files import find_side_files
+    from kizami.quantize.delivery import Delivery, refuse_other_model, stake_of
 
     if hub_id(repo) is None or "@" in repo:
         said = "is a folder here" if os.path.lexists(repo) else "is no name of a repository"
         raise KizamiError(said, code="usage", file=repo, hint="org/name")
     delivery = Delivery(Target(repo, private, patience(ui)), partial, delete, plan.hash)
     head = delivery.begin()
-    return delivery, refuse_other_model(head, plan.hash, lambda name: read_there(head, name))
+    finished = refuse_other_model(head, plan.hash, lambda name: read_there(head, name))
+    if finished is None:
+        names = {*(shard.file for shard in plan.shards), *find_side_files(checkpoint).copied}
+        delivery.target.check_free(names, stake_of(plan.hash))
+    return delivery, finished
 
 
 def read_there(head: "Repository", name: str) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def _on_hub(ui: Ui, source: str) -> "Repository | None":
         return None
     name, revision = named
     try:
-        repository = Repository.look(name, revision, patience(ui))
+        repository = Repository.look(name, revision, patience(ui, tries=FIRST_TRIES))
     except KizamiError as e:
         if e.code != "hub_unreachable":
             raise
@@ -154,15 +160,15 @@ def _is_cached(repository: "Repository") -> bool:
     return all((folder / name).exists() for name in repository.files)
 
 
-def patience(ui: Ui) -> "Patience":
+def patience(ui: Ui, tries: int | None = None) -> "Patience":
     from kizami.formats.hub.client import Patience
 
     def tell(seconds: float, error: BaseException) -> None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         said = f"HTTP {status}" if status else type(error).__name__
-        ui.progress(f"the Hub is busy ({said}): asked again in {duration(seconds)}")
+        ui.progress(f"the Hub gives no answer ({said}): asked again in {duration(seconds)}")
 
-    return Patience(on_wait=tell)
+    return Patience(on_wait=tell) if tries is None else Patience(on_wait=tell, tries=tries)
 
 
 def _temporary_mirror(ui: Ui, repository: "Repository") -> "Mirror":

@@ -19,7 +19,7 @@ Repo = Annotated[
 def push(
     out: o.Out,
     repo: Repo,
-    private: h.Private = False,
+    private: h.PrivateRepo = False,
     workers: o.Workers = None,
     quiet: o.Quiet = False,
     verbose: o.Verbose = False,
@@ -64,11 +64,14 @@ def push(
         )
     others = dict(without_their_card(head, others, ui.progress))
     stake = stake_of(manifest["plan_hash"])
+    if there is None:
+        target.check_free([*shards, *others], stake)
     before = sum(target.holds(name, path) for name, path in (shards | others).items())
     for part in in_commits(shards):
         begin, end = next(iter(part)), list(part)[-1]
         commit = target.commit(part, begin if begin == end else f"{begin} to {end}", stake=stake)
-        ui.progress(f"{counted(len(part), 'file')} on {repo} (commit {commit[:12]})")
+        if target.sent:
+            ui.progress(f"pushed {counted(target.sent, 'file')} (commit {commit[:12]})")
     commit = target.commit(others, "Index, config and card", stake=stake, last=True)
     nbytes = sum(path.stat().st_size for path in (shards | others).values())
     files = len(shards) + len(others)

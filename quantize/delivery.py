@@ -100,7 +100,8 @@ class Delivery:
         head = self.target.look()
         files = without_their_card(head, files, self.on_card)
         self.commit = self.target.commit(files, "Index, config and card", stake=stake_of(self.plan_hash), last=True)
-        self.on_commit(len(files), self.commit)
+        if self.target.sent:
+            self.on_commit(self.target.sent, self.commit)
         return self.commit
 
     def _raise(self) -> None:
@@ -138,7 +139,8 @@ class Delivery:
             first if len(records) == 1 else f"{first} to {last}",
             stake=stake_of(self.plan_hash),
         )
-        self.on_commit(len(records), commit)
+        if self.target.sent:
+            self.on_commit(self.target.sent, commit)
         for record in records if self.delete else ():
             (self.folder / record.file).unlink()
             self.on_gone(record.number)

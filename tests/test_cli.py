@@ -344,7 +344,7 @@ def test_a_hub_id_is_found_in_the_local_cache(tiny_checkpoint: Path, tmp_path: P
     missing = process("plan", "org/other@v2", "--json", env=env)
     assert missing.code == 2
     assert missing.json["error"]["code"] == "not_in_cache"
-    assert missing.json["error"]["hint"] == "hf download org/other --revision v2"
+    assert missing.json["error"]["hint"] == "HF_HUB_OFFLINE is set: unset it, or download it before"
 
 
 # ------------------------------------------------------------------------------------------------------ terminal, logs

@@ -26,7 +26,7 @@ def hub_id(source: str) -> tuple[str, str | None] | None:
 
 def cached_snapshot(repo: str, revision: str | None) -> Path:
     """The snapshot folder of a downloaded repository (`HF_HOME` and `HF_HUB_CACHE` as huggingface_hub has them)."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -37,5 +37,7 @@ def cached_snapshot(repo: str, revision: str | None) -> Path:
             "no folder of this name, and no such repository in the local Hub cache",
             code="not_in_cache",
             file=f"{repo}@{revision}" if revision else repo,
-            hint=f"hf download {repo}{at}",
+            hint="HF_HUB_OFFLINE is set: unset it, or download it before"
+            if constants.HF_HUB_OFFLINE
+            else f"hf download {repo}{at}",
         ) from None

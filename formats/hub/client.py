@@ -64,7 +64,8 @@ def as_refusal(repo: str) -> Iterator[None]:
             "is not on the Hub, or nothing this token may see", code="hub_not_found", file=repo, hint=hint
         ) from None
     except errors.RevisionNotFoundError:
-        raise KizamiError("has no such branch, tag or commit", code="hub_not_found", file=repo) from None
+        hint = "of a commit all 40 digits are needed"
+        raise KizamiError("has no such branch, tag or commit", code="hub_not_found", file=repo, hint=hint) from None
     except errors.LocalEntryNotFoundError as e:  # of a file's address: whatever the server said, it gave none
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
         status = _status(e.__cause__)
@@ -114,7 +115,7 @@ def _words(error: BaseException) -> str:
     """The server's own words, or the first line, without addresses: a signed one is as good as a password."""
     text = getattr(error, "server_message", None) or str(error)
     words = [word for word in str(text).split() if "://" not in word and "hf_" not in word]
-    return printable(" ".join(words), 200)
+    return printable(" ".join(words).rstrip("."), 200)
 
 
 def wait_of(error: BaseException, tried: int) -> float | None:
@@ -141,16 +142,17 @@ class Patience:
 
     stop: Event = field(default_factory=Event)
     on_wait: OnWait = lambda seconds, error: None
+    tries: int = TRIES
 
 
 def patiently(call: Callable[[], T], patience: Patience) -> T:
     """call(), again and again while the server is busy or gone. `stop` ends the waiting: the error comes at once."""
-    for tried in range(TRIES):
+    for tried in range(patience.tries):
         try:
             return call()
         except Exception as e:
             seconds = wait_of(e, tried)
-            if seconds is None or tried == TRIES - 1:
+            if seconds is None or tried == patience.tries - 1:
                 raise
             patience.on_wait(seconds, e)
             if patience.stop.wait(seconds):

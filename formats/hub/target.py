@@ -5,7 +5,7 @@ repository is looked at first: what has arrived is not sent again, and a commit 
 lands late, or a stranger's between two of ours, is an error at the Hub and never a second commit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Target:
     name: str
     private: bool
     patience: Patience
+    sent: int = field(default=0, init=False)  # files of the last commit that were not there before
     _head: Repository | None = field(default=None, init=False)
 
     def create(self) -> None:
@@ -72,12 +73,15 @@ class Target:
         "push_target" for a file of another job or person in the place of ours; "too_large" before anything is sent."""
         refuse_too_large(files)
         revision: str | None = None
+        most = 0
         for tried in range(TRIES):
             head = self.look(revision)
             left = {name: path for name, path in files.items() if not self.holds(name, path)}
             staked = STAKE in head.files
             if not left and not (last and staked):
+                self.sent = most
                 return head.commit
+            most = max(most, len(left))
             self._refuse_others(head, left, stake)
             revision = None
             try:
@@ -93,7 +97,16 @@ class Target:
                     raise error from None
         raise KizamiError("took a commit and does not hold its files", code="hub_error", file=self.name)
 
-    def _refuse_others(self, head: Repository, left: Mapping[str, Path], stake: bytes) -> None:
+    def check_free(self, names: Iterable[str], stake: bytes) -> None:
+        """Before anything is converted: no file of others in the place of one of `names`, and no other job's stake.
+        KizamiError "push_target"."""
+        assert self._head is not None
+        if STAKE in self._head.files:
+            self._refuse_others(self._head, (), stake)
+        else:
+            self._refuse_others(self._head, names, stake)
+
+    def _refuse_others(self, head: Repository, left: Iterable[str], stake: bytes) -> None:
         there = next((name for name in left if name in head.files), None)
         if there is None and STAKE in head.files:
             size = head.files[STAKE].size
