@@ -54,7 +54,8 @@ def shown() -> Iterator[tuple[str, str]]:
 
 
 TESTS = {path.name for path in Path(__file__).parent.glob("test_*.py")}
-LINES = sorted(set(shown()))
+PAGE_OF = {line: page for page, line in reversed(list(shown()))}  # each line once, by the first page that has it
+LINES = sorted((page, line) for line, page in PAGE_OF.items())
 HERE = [(page, line) for page, line in LINES if not any(word in f"{page} {line}" for word in ELSEWHERE)]
 
 
