@@ -1,6 +1,7 @@
 """Every run of make_cases.py through the command line: faults that converters really had, and the right answer."""
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -27,9 +28,13 @@ from case_runner import (
     kizami,
     measure,
 )
+from cli_fixtures import files_of
 from gptq_fixtures import Layer, make_stats
+from local_hub import LocalHub
+from local_hub_faults import Fault
 from make_cases import shard_name
 from output_oracle import Folder, contents, parse_json
+from test_hub_jobs import run as in_its_own
 
 RUNS: dict[int, tuple[str, ...]] = {
     1: ("moved",),
@@ -81,11 +86,7 @@ RUNS: dict[int, tuple[str, ...]] = {
     47: ("num_experts", "num_local_experts", "removed"),
     48: ("1-of-12",),
 }
-# What a run needs and kizami does not have yet.
-LATER = {
-    44: "`kizami push`",
-}
-SLOW = {35, 36, 37, 48}
+SLOW, LONG = {35, 36, 37, 48}, {44}
 
 
 # ---------------------------------------------------------------- running
@@ -252,6 +253,34 @@ def killed_after_the_third_shard(run: Run) -> None:
     kill_and_resume(run, 3, "--max-shard-size", "400KB")
 
 
+def uploads_that_fail_half_way(run: Run) -> None:
+    """Some 30 small shards; 429 twice, 504, a reset; killed after the first commits; then again."""
+    made = kizami("convert", str(run.source), str(run.out), "--max-shard-size", "100KB", "-q")
+    assert made.code == 0, made.stderr
+    with LocalHub(run.out.parent / "hub") as hub:
+        hub.add_repo("org/tiny", {"notes.txt": b"a stranger's"})
+        env = hub.environment(run.out.parent / "home")
+        hub.faults.add(
+            Fault("status", method="POST", path="/commit/", status=429, headers={"Retry-After": "1"}, times=2),
+            Fault("status", method="PUT", path=".*", status=504),
+            Fault("reset", method="PUT", path=".*", skip=2),
+            Fault("status", method="POST", path="/commit/", status=503, skip=1, times=99),
+        )
+        killed = in_its_own(env, *run.command, kill_after=14)
+        hub.faults.clear()
+        there = len(hub.files("org/tiny"))
+        assert killed.code == -signal.SIGKILL, killed.err
+        assert 10 <= there < len(contents(run.out)), "killed half-way"
+        done = in_its_own(env, *run.command)
+        assert done.code == 0, done.err
+        files = hub.files("org/tiny")
+        assert files.pop("notes.txt") == hashlib.sha256(b"a stranger's").hexdigest()
+        assert {name: sha for name, sha in files.items() if name != ".gitattributes"} == files_of(run.out)
+        assert len(hub.commits("org/tiny")) - 1 <= len(files) / 10 + 1
+        assert hub.token not in killed.out + killed.err + done.out + done.err
+        assert "\r" not in killed.err + done.err
+
+
 def memory(run: Run) -> None:
     """Case 37 with two workers: each holds one weight [4096, 8192] and its INT4 form at a time."""
     [limit] = [facts["value"] for facts in run.facts["checks"] if facts["check"].startswith("peak_rss")]
@@ -330,6 +359,7 @@ PROCEDURES: dict[int, Callable[[Run], None]] = {
     40: header_length,
     41: outside_the_folder,
     43: forced_kv_scales,
+    44: uploads_that_fail_half_way,
     48: killed_after_the_third_shard,
 }
 
@@ -340,9 +370,7 @@ PROCEDURES: dict[int, Callable[[Run], None]] = {
 def parameters() -> list[Any]:
     made = []
     for number, names in RUNS.items():
-        marks = [pytest.mark.slow] if number in SLOW else []
-        if number in LATER:
-            marks.append(pytest.mark.skip(reason=f"later: {LATER[number]}"))
+        marks = [pytest.mark.slow] if number in SLOW else [pytest.mark.long] if number in LONG else []
         for name in names:
             made.append(pytest.param(number, name, marks=marks, id=f"case-{number:02d}-{name}"))
     return made
@@ -367,5 +395,5 @@ def test_every_check_is_used_or_waits_for_a_later_option(cases: Cases) -> None:
         for facts in run.get("checks", ())
     }
     unknown = {number for name, number in asked.items() if name not in case_checks.CHECKS}
-    assert unknown <= {*LATER, 37, 43}  # 43: of a file that is no output; its procedure looks at it
+    assert unknown <= {37, 43}  # 43: of a file that is no output; its procedure looks at it
     assert set(case_checks.CHECKS) <= set(asked)
