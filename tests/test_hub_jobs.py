@@ -179,6 +179,7 @@ def test_what_is_in_the_users_cache_is_used_and_not_changed(hub: LocalHub, twelv
     assert (offline.code, files_of(tmp_path / "out2")) == (0, files_of(tmp_path / "out"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("repo", "env", "code", "said"),
     [
