@@ -350,6 +350,22 @@ def test_an_output_that_does_not_verify_is_not_pushed(hub: LocalHub, local_out: 
 
 
 @pytest.mark.long
+def test_shards_of_a_source_in_a_folder_leave_the_disk_too(hub: LocalHub, twelve: Path, tmp_path: Path) -> None:
+    env, limit = hub.environment(tmp_path / "home"), 1_500_000
+    out = tmp_path / "out"
+    words = ("convert", twelve, out, "--max-shard-size", OUT_SHARD, "--push-to", DST)
+    with Peak(tmp_path, "out.partial") as peak:
+        done = run(env, *words, "--delete-pushed", "--scratch-limit", f"{limit}B", kill_after=100)
+    assert done.code == 0, done.err
+    assert peak.bytes <= limit + 700_000, "side files, the report's rows and the card are not within it"
+    assert not out.exists()
+    again = run(env, *words, "--delete-pushed", "-q")
+    assert (again.code, "holds this conversion, whole" in again.out) == (0, True)
+    kept = run(env, "convert", twelve, out, "--max-shard-size", OUT_SHARD, "-q")
+    assert (kept.code, files_of(out)) == (0, remote_files(hub))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "model-00001-of-00020.safetensors"])
 def test_a_file_of_somebody_else_is_never_replaced(hub: LocalHub, local_out: Path, tmp_path: Path, name: str) -> None:
     """A card stays, and it is said; of any other file there cannot be two, and nothing is pushed over it."""
