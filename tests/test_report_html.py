@@ -1,7 +1,6 @@
 """`kizami report --format html`: one file, nothing from outside, nothing of an untrusted name that runs."""
 
 import importlib.util
-import json
 import re
 import shutil
 import time
@@ -17,7 +16,7 @@ pytest.importorskip("jinja2")
 
 from cli_fixtures import Run
 from client_fixtures import convert
-from forging import forge_rows
+from forging import forge_manifest, forge_rows
 from kv_checkpoints import glm4, scales_of
 from make_cases import bf16_to_f32
 from output_oracle import PACKED, SCALE, Folder, codes_of, decoded, scale_names
@@ -250,9 +249,8 @@ def test_sixty_thousand_tensors_are_a_small_file_and_do_not_take_long(
                     rows.append(pattern | {"layer": layer, "expert": expert, "part": part, "name": name} | figures)
 
     forge_rows(changed, grow)
-    manifest = json.loads((changed / "kizami.json").read_text())
-    manifest["counts"]["quantize"] += 76 * 256 * 3  # a report without all of its rows is refused
-    (changed / "kizami.json").write_text(json.dumps(manifest))
+    more = 76 * 256 * 3  # a report without all of its rows is refused
+    forge_manifest(changed, lambda found: found["counts"].update(quantize=found["counts"]["quantize"] + more))
     started = time.monotonic()
     text = page(kizami, changed, tmp_path / "r.html")
     assert time.monotonic() - started < 30
