@@ -11,10 +11,10 @@ from kizami.cli import hub_options as h
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
+from kizami.cli.convert_plan import Codes, prepare
 from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert
 from kizami.cli.hub_run import OVER_THRESHOLD, HubAsked, clean_up, made_in, remote_of
-from kizami.cli.hub_source import open_for_convert
-from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked
+from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force
 from kizami.cli.method_words import method_lines, show_fallbacks, some
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size, show_error
 from kizami.formats.errors import KizamiError
@@ -80,7 +80,6 @@ def convert(
     interrupted run. The source is never written to.
     """
     from kizami.quantize.calibrated.solver import check_device
-    from kizami.quantize.planner import build_plan
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     told = o.PolicyOptions(
@@ -88,35 +87,23 @@ def convert(
     )
     policy = o.policy_from(context, told, ui)
     check_force(context, kv_scales, force_kv_scales)
-    asked, statistics = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer), None
-    mirror, hub = None, HubAsked(scratch_limit, push_to, private, delete_pushed)
+    limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
+    hub = HubAsked(limit, push_to, private, delete_pushed)
     hub.check(context)
-    job = e.engine_job(context, ui, src, asked, (method, scale_sign, clip_allowance, stats))
-    if job is None:
-        how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
-        checkpoint, mirror = open_for_convert(ui, src, out, dry_run=dry_run, restart=restart)
-        if mirror is not None and statistics is not None:
-            given = o.spelled(context, "stats")
-            said = f"{given} needs the source on the disk, where it was made"
-            raise KizamiError(said, code="usage", hint="hf download, and name the folder")
-        kv = kv_asked(kv_scales, force_kv_scales, checkpoint)
-        plan = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
-    else:
-        checkpoint = job.checkpoint
-        kv = kv_asked(kv_scales, force_kv_scales, checkpoint)
-        plan = build_plan(checkpoint, policy, job.method, job.facts, kv)
-        job.check_memory(plan)
+    asked = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer)
+    codes, kv = Codes(asked, method, scale_sign, clip_allowance, stats), (kv_scales, force_kv_scales)
+    prepared = prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart)
+    plan, checkpoint = prepared.plan, prepared.checkpoint
     _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
     check_device(plan, device)
     if dry_run:
-        _show_dry_run(ui, plan, checkpoint, statistics, out, tp)
+        _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp)
         return
-    limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
-    remote = remote_of(ui, plan, checkpoint, mirror, out, hub, limit, max_rel_error)
+    remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
     try:
         body = run_convert(
-            ui, plan, checkpoint, out, statistics=statistics, job=job, device=device, workers=workers, restart=restart,
-            remote=remote, events=events,
+            ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device, workers=workers,
+            restart=restart, remote=remote, events=events,
         )  # fmt: skip
     except KizamiError as refusal:
         if refusal.code != OVER_THRESHOLD:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kizami.cli.hub_run import made_in, pushed_body
+from kizami.cli.hub_run import OVER_SHOWN, made_in, pushed_body
 from kizami.cli.kv_options import kv_body
 from kizami.cli.method_words import method_body
 from kizami.cli.output import Ui
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kizami.formats.statistics import Statistics
     from kizami.quantize.pipeline import Remote, RunEvent
     from kizami.quantize.plan import Plan
-
-OVER_SHOWN = 5
 
 
 def run_convert(

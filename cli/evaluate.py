@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -14,9 +14,6 @@ from kizami.cli.kv_accuracy_options import Scratch
 from kizami.cli.output import Ui
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.strict_json import dump_json
-
-if TYPE_CHECKING:
-    pass
 
 MARGIN = 0.01
 

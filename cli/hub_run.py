@@ -27,15 +27,17 @@ OVER_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class HubAsked:
-    """scratch_limit: as it was spelled."""
+    """scratch_limit: bytes."""
 
-    scratch_limit: str
+    scratch_limit: int
     push_to: str | None
     private: bool
     delete_pushed: bool
 
     def check(self, context: typer.Context) -> None:
-        """KizamiError "usage" for an option that does nothing."""
+        """KizamiError "usage" for an option that does nothing, or what is no name of a repository."""
+        if self.push_to is not None:
+            hub_source.refuse_nameless_target(self.push_to)
         for name in ("private", "delete_pushed"):
             if getattr(self, name) and self.push_to is None:
                 given = o.spelled(context, name)
@@ -49,37 +51,41 @@ def remote_of(
     mirror: "Mirror | None",
     out: Path,
     asked: HubAsked,
-    limit: int,
     max_rel_error: float | None,
 ) -> "Remote | None":
-    """None where neither end is on the Hub. limit: bytes. KizamiError "scratch_limit", "push_target", and as
+    """None where neither end is on the Hub. KizamiError "scratch_limit", "push_target", and as
     `as_refusal`: before anything is converted."""
     from kizami.formats.places import partial_of
+    from kizami.formats.side_files import find_side_files
+    from kizami.quantize.delivery import Delivery
     from kizami.quantize.pipeline import Remote
+    from kizami.quantize.supply import check_limit
 
-    if mirror is not None or asked.push_to is not None:
-        hub_source.refuse_finished(out)
-    _check_limit(plan, checkpoint, mirror, limit, sheds=asked.delete_pushed)
+    if mirror is None and asked.push_to is None:
+        return None
+    hub_source.refuse_finished(out)
+    limit = asked.scratch_limit
+    if mirror is not None or asked.delete_pushed:
+        check_limit(limit, plan.shards, checkpoint, mirror, outputs=asked.delete_pushed)
     if mirror is not None:
         ui.progress("fetching what lies beside the weights")
         hub_source.fetch_side_files(checkpoint, mirror)
     delivery = None
     if asked.push_to is not None:
-        place = partial_of(out)
-        repo, private, delete = asked.push_to, asked.private, asked.delete_pushed
-        delivery, finished = hub_source.delivery_to(ui, repo, plan, checkpoint, place, private=private, delete=delete)
+        repo, delete, place = asked.push_to, asked.delete_pushed, partial_of(out)
+        names = {*(shard.file for shard in plan.shards), *find_side_files(checkpoint).copied}
+        target, finished = hub_source.open_target(ui, repo, plan.hash, names, private=asked.private)
         if finished is not None and delete and not place.exists():
             _end_of_a_killed_run(ui, repo, finished, checkpoint, mirror, out)
-        delivery.on_card = ui.progress
-        delivery.gate = _gate(max_rel_error)
-    return None if mirror is None and delivery is None else Remote(mirror, delivery, limit)
+        delivery = Delivery(target, place, delete, plan.hash, on_card=ui.progress, gate=_gate(max_rel_error))
+    return Remote(mirror, delivery, limit)
 
 
 def _end_of_a_killed_run(
     ui: Ui, repo: str, manifest: dict[str, Any], checkpoint: "Checkpoint", mirror: "Mirror | None", out: Path
 ) -> None:
     """All is on the Hub already, by this plan: if the source is the one that it was made from, nothing is left to do
-    but to remove what a killed run has left. KizamiError "out_exists" otherwise: the plan of a fine-tune is that of
+    but to remove what a killed run has left. KizamiError "push_target" otherwise: the plan of a fine-tune is that of
     its model."""
     from kizami.formats.fingerprint import sample_contents
 
@@ -98,20 +104,6 @@ def _end_of_a_killed_run(
     raise typer.Exit(0)
 
 
-def _check_limit(plan: "Plan", checkpoint: "Checkpoint", mirror: "Mirror | None", limit: int, *, sheds: bool) -> None:
-    """Before anything is made or fetched."""
-    from kizami.quantize.supply import check_limit, fixed_bytes, on_disk, source_files
-
-    if mirror is None and not sheds:
-        return
-    sizes = {} if mirror is None else {name: on_disk(file.size) for name, file in mirror.repository.files.items()}
-    needs = {
-        shard.number: sum(sizes.get(name, 0) for name in source_files(shard)) + on_disk(shard.file_nbytes) * sheds
-        for shard in plan.shards
-    }
-    check_limit(limit, 0 if mirror is None else fixed_bytes(mirror, checkpoint, outputs=sheds), needs)
-
-
 def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
     """A model that misses its limit is not published: its index stays away."""
     from kizami.quantize.report import over_threshold
@@ -123,7 +115,7 @@ def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
             said = f"{counted(len(over), 'tensor')} above --max-rel-error {max_rel_error:g}: {named}"
             raise KizamiError(
                 f"{said}; index and config are not pushed",
-                code="over_threshold",
+                code=OVER_THRESHOLD,
                 hint="raise the limit and run again, or use other settings with a new OUT and a new repository",
             )
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
     from kizami.formats.hub.client import Patience
     from kizami.formats.hub.mirror import Mirror
     from kizami.formats.hub.repository import Repository
-    from kizami.quantize.delivery import Delivery
-    from kizami.quantize.plan import Plan
+    from kizami.formats.hub.target import Target
 
 FIRST_TRIES = 4  # of the first look: a few seconds, and then the cache
 PINNED = "hub.json"  # in the scratch folder: the commit that it is of
@@ -57,17 +57,13 @@ def refuse_finished(out: Path) -> None:
     goes. KizamiError "out_exists"."""
     from kizami.formats.files import what_is_there
     from kizami.formats.run_log import FOLDER
+    from kizami.quantize.place import check_absent
 
-    if (there := what_is_there(out)) is None or (out / FOLDER).is_dir():
+    if (out / FOLDER).is_dir():
         return
-    if is_scratch(scratch_of(out)):
+    if what_is_there(out) is not None and is_scratch(scratch_of(out)):
         shutil.rmtree(scratch_of(out))
-    raise KizamiError(
-        f"{there}; kizami writes complete new folders only",
-        code="out_exists",
-        file=str(out),
-        hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
-    )
+    check_absent(out)
 
 
 def fetch_side_files(checkpoint: "Checkpoint", mirror: "Mirror") -> None:
@@ -79,29 +75,32 @@ def fetch_side_files(checkpoint: "Checkpoint", mirror: "Mirror") -> None:
     mirror.fetch_all([*find_side_files(checkpoint).copied, *cards])
 
 
-def delivery_to(
-    ui: Ui, repo: str, plan: "Plan", checkpoint: "Checkpoint", partial: Path, *, private: bool, delete: bool
-) -> tuple["Delivery", dict[str, Any] | None]:
-    """Makes the repository, and sees that it can take this output; the manifest, if a run of this plan has finished it.
-    KizamiError as `as_refusal`, "push_target"."""
+def refuse_nameless_target(repo: str) -> None:
+    """KizamiError "usage" for what is no name of a repository."""
     from kizami.formats.hub.cache import hub_id
-    from kizami.formats.hub.target import Target
-    from kizami.formats.side_files import find_side_files
-    from kizami.quantize.delivery import Delivery, refuse_other_model, stake_of
 
     if hub_id(repo) is None or "@" in repo:
         said = "is a folder here" if os.path.lexists(repo) else "is no name of a repository"
         raise KizamiError(said, code="usage", file=repo, hint="org/name")
-    delivery = Delivery(Target(repo, private, patience(ui)), partial, delete, plan.hash)
-    head = delivery.begin()
-    finished = refuse_other_model(head, plan.hash, lambda name: read_there(head, name))
+
+
+def open_target(
+    ui: Ui, repo: str, plan_hash: str, names: Iterable[str], *, private: bool
+) -> tuple["Target", dict[str, Any] | None]:
+    """Makes the repository, and sees that it can take files of these names; the manifest, if a run of this plan has
+    finished it. KizamiError as `as_refusal`, "push_target"."""
+    from kizami.formats.hub.target import Target
+    from kizami.quantize.delivery import refuse_other_model, stake_of
+
+    target = Target(repo, private, patience(ui))
+    head = target.begin()
+    finished = refuse_other_model(head, plan_hash, lambda name: _read_there(head, name))
     if finished is None:
-        names = {*(shard.file for shard in plan.shards), *find_side_files(checkpoint).copied}
-        delivery.target.check_free(names, stake_of(plan.hash))
-    return delivery, finished
+        target.check_free(names, stake_of(plan_hash))
+    return target, finished
 
 
-def read_there(head: "Repository", name: str) -> dict[str, Any]:
+def _read_there(head: "Repository", name: str) -> dict[str, Any]:
     """The JSON object in a file of the repository. KizamiError "bad_json", and as `as_refusal`."""
     from kizami.formats.hub.client import Patience, as_refusal, patiently
     from kizami.formats.hub.ranges import read_range
@@ -161,10 +160,10 @@ def _is_cached(repository: "Repository") -> bool:
 
 
 def patience(ui: Ui, tries: int | None = None) -> "Patience":
-    from kizami.formats.hub.client import Patience
+    from kizami.formats.hub.client import Patience, status_of
 
     def tell(seconds: float, error: BaseException) -> None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        status = status_of(error)
         said = f"HTTP {status}" if status else type(error).__name__
         ui.progress(f"the Hub gives no answer ({said}): asked again in {duration(seconds)}")
 

@@ -31,17 +31,15 @@ def push(
     Nothing is sent if `kizami verify` finds a problem. A repository that holds another model is refused; files of
     others stay. The same command again sends what is missing. Token, endpoint and proxies are those of `hf`.
     """
-    from kizami.cli.hub_source import patience, read_there
+    from kizami.cli.hub_source import open_target, refuse_nameless_target
     from kizami.cli.source import finished_output
     from kizami.cli.verify import run_verify, show_verify
-    from kizami.formats.hub.cache import hub_id
-    from kizami.formats.hub.target import Target, refuse_too_large
-    from kizami.quantize.delivery import in_commits, refuse_other_model, stake_of, without_their_card
-    from kizami.quantize.manifest import output_identity, read_manifest
+    from kizami.formats.hub.target import refuse_too_large
+    from kizami.quantize.delivery import in_commits, stake_of, without_their_card
+    from kizami.quantize.manifest import CARD, output_identity, read_manifest
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
-    if hub_id(repo) is None or "@" in repo:
-        raise KizamiError("is no name of a repository", code="usage", file=repo, hint="org/name")
+    refuse_nameless_target(repo)
     folder = finished_output(out)
     found = run_verify(ui, folder, None, workers=workers)
     if not found.ok:
@@ -53,19 +51,14 @@ def push(
     manifest = read_manifest(folder)
     shards, others = files_of(folder, manifest)
     refuse_too_large(shards | others)
-    target = Target(repo, private, patience(ui))
-    target.create()
-    head = target.look()
-    target.check_private()
-    there = refuse_other_model(head, manifest["plan_hash"], lambda name: read_there(head, name))
+    names = (shards | others).keys() - {CARD}  # a card of theirs may stay
+    target, there = open_target(ui, repo, manifest["plan_hash"], names, private=private)
     if there is not None and output_identity(there) != output_identity(manifest):
         raise KizamiError(
             "holds another conversion by the same plan", code="push_target", file=repo, hint="push to a new repository"
         )
-    others = dict(without_their_card(head, others, ui.progress))
+    others = dict(without_their_card(target.head, others, ui.progress))
     stake = stake_of(manifest["plan_hash"])
-    if there is None:
-        target.check_free([*shards, *others], stake)
     before = sum(target.holds(name, path) for name, path in (shards | others).items())
     for part in in_commits(shards):
         begin, end = next(iter(part)), list(part)[-1]

@@ -100,6 +100,7 @@ def report_body(
     from kizami.quantize.report import (
         layer_summaries,
         measured,
+        packed,
         pooled_error,
         read_whole_report,
         role_summaries,
@@ -108,7 +109,7 @@ def report_body(
 
     manifest = read_manifest(out)
     rows = read_whole_report(out, manifest)
-    packed = measured(rows)
+    rounded, limited = measured(rows), packed(rows)
     return {
         "out": str(out),
         "family": manifest["family"],
@@ -118,16 +119,16 @@ def report_body(
         "actions": manifest["counts"],
         "output": manifest["output"],
         "kv_scales": kv_body(manifest),
-        "packed_modules": len(packed),
-        "rel_error": pooled_error(packed),
-        **method_body(packed),
+        "packed_modules": len(rounded),
+        "rel_error": pooled_error(rounded),
+        **method_body(rounded),
         "roles": [asdict(line) for line in role_summaries(rows)],
         "layers": [asdict(line) for line in layer_summaries(rows)],
-        "worst": worst_tensors(rows, len(packed) if top is None else top),
+        "worst": worst_tensors(rows, len(rounded) if top is None else top),
         "max_rel_error": max_rel_error or {},
-        "exceeding": limits.missed(limits.MAX_REL_ERROR, packed, max_rel_error or {}),
+        "exceeding": limits.missed(limits.MAX_REL_ERROR, limited, max_rel_error or {}),
         "min_sqnr": min_sqnr or {},
-        "below": limits.missed(limits.MIN_SQNR, packed, min_sqnr or {}),
+        "below": limits.missed(limits.MIN_SQNR, limited, min_sqnr or {}),
         "compared": None,
         "outputs": None,
         "warnings": manifest["warnings"],

@@ -1,6 +1,6 @@
 """Limits of `kizami report`, by role: which tensors miss them, in words and as JUnit XML for pipelines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log10
 from typing import Any
@@ -16,18 +16,37 @@ IN_A_FAILURE = 200  # tensors in one failure of the XML
 ALL = ""  # the role of a limit for every tensor
 
 
+Row = dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What tensors are held to. worse: 1 where the larger figure is the worse one, -1 where the smaller is."""
+    """What tensors are held to. worse: 1 where the larger figure is the worse one, -1 where the smaller is. least: that
+    a limit may be. name: of the figure in --json. figure: of a report row; None where nothing was rounded."""
 
     option: str
     unit: str
     example: str
     worse: int
+    least: float
+    name: str
+    figure: Callable[[Row], float | None]
 
 
-MAX_REL_ERROR = Kind("--max-rel-error", "X", "0.12", 1)
-MIN_SQNR = Kind("--min-sqnr", "dB", "20", -1)
+def _rel_error(row: Row) -> float | None:
+    return row.get("rel_error")
+
+
+def _sqnr(row: Row) -> float | None:
+    """From its relative error where the row has that alone. None for what is exact."""
+    if row.get("sqnr_db") is not None:
+        return float(row["sqnr_db"])
+    error = row.get("rel_error")
+    return None if not error else -20 * log10(error)
+
+
+MAX_REL_ERROR = Kind("--max-rel-error", "X", "0.12", 1, 0.0, "rel_error", _rel_error)
+MIN_SQNR = Kind("--min-sqnr", "dB", "20", -1, -1e6, "sqnr_db", _sqnr)
 
 
 def parse_limits(kind: Kind, texts: Sequence[str] | None) -> dict[str, float]:
@@ -40,7 +59,7 @@ def parse_limits(kind: Kind, texts: Sequence[str] | None) -> dict[str, float]:
         except ValueError:
             value = float("nan")
         given, unit = f"{kind.option} {printable(text, 60)}", kind.unit
-        if not abs(value) < 1e6 or (kind is MAX_REL_ERROR and value < 0) or (mark and not role):
+        if not kind.least <= value < 1e6 or (mark and not role):
             raise KizamiError(
                 f"{given}; expected {unit}, or ROLE={unit} such as routed_expert={kind.example}", code="usage"
             )
@@ -50,12 +69,10 @@ def parse_limits(kind: Kind, texts: Sequence[str] | None) -> dict[str, float]:
     return limits
 
 
-def missed(kind: Kind, rows: Sequence[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:
-    """Packed tensors beyond the limit of their role, or of all; the worst first. KizamiError "bad_option" for a role
-    that has none: a limit that nothing is held to is a mistake."""
-    figure, name = (_rel_error, "rel_error") if kind is MAX_REL_ERROR else (_sqnr, "sqnr_db")
-    measured = [(row, value) for row in rows if (value := figure(row)) is not None]
-    roles = {row["role"] for row in rows}
+def missed(kind: Kind, packed: Sequence[Row], limits: dict[str, float]) -> list[dict[str, Any]]:
+    """Rows of packed tensors beyond the limit of their role, or of all; the worst first. KizamiError "bad_option" for a
+    role that has none: a limit that nothing is held to is a mistake."""
+    roles = {row["role"] for row in packed}
     for role in limits:
         if role != ALL and role not in roles:
             known = ", ".join(sorted(roles)) or "none"
@@ -64,23 +81,11 @@ def missed(kind: Kind, rows: Sequence[dict[str, Any]], limits: dict[str, float])
                 code="bad_option",
             )
     found = []
-    for row, value in measured:
-        limit = limits.get(row["role"], limits.get(ALL))
-        if limit is not None and kind.worse * value > kind.worse * limit:
-            found.append({"name": row["name"], "role": row["role"], name: value, "limit": limit})
-    return sorted(found, key=lambda one: (-kind.worse * one[name], one["name"]))
-
-
-def _rel_error(row: dict[str, Any]) -> float | None:
-    return row.get("rel_error")
-
-
-def _sqnr(row: dict[str, Any]) -> float | None:
-    """Of a packed tensor; from its relative error where the row has that alone. None for what is exact."""
-    if row.get("sqnr_db") is not None:
-        return float(row["sqnr_db"])
-    error = row.get("rel_error")
-    return None if not error else -20 * log10(error)
+    for row in packed:
+        value, limit = kind.figure(row), limits.get(row["role"], limits.get(ALL))
+        if value is not None and limit is not None and kind.worse * value > kind.worse * limit:
+            found.append({"name": row["name"], "role": row["role"], kind.name: value, "limit": limit})
+    return sorted(found, key=lambda one: (-kind.worse * one[kind.name], one["name"]))
 
 
 def fail_missed(ui: Ui, body: dict[str, Any]) -> None:

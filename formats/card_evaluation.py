@@ -28,8 +28,10 @@ def with_evaluation(card: str, evaluations: Mapping[str, Body], identity: Mappin
     """The card with a section of what `kizami evaluate` measured, in place of kizami's older one, which its marks tell
     from anybody's own; it stands before Limits. evaluations: by the file that each is of.
 
-    KizamiError "bad_evaluation" for objects that are none, or of another checkpoint than that of `plan_hash`;
-    "bad_card" for a card without Limits.
+    identity: of this checkpoint, as `quantize.manifest.output_identity` gives it.
+
+    KizamiError "bad_evaluation" for objects that are none, or whose text figures are of another checkpoint; "bad_card"
+    for a card without Limits, or with one of kizami's marks alone.
     """
     section = "\n".join([BEGIN, *_section(evaluations, identity), END, "", ""])
     plain = card.replace("\r\n", "\n")
@@ -95,20 +97,22 @@ def _one(body: Body, identity: Mapping[str, str]) -> tuple[list[str], list[str]]
     if body["kind"] == "text":
         return _text(body, identity) + _warned(body), []
     one = _only(body)
-    lines = _answers(body["reference"], one) + _left_out(one) + _unmet(body, [one["name"]]) + _warned(body)
+    left_out = [str(note) for note in one.get("left_out", ())]
+    lines = _answers(body["reference"], one) + _list("Left out:", left_out)
+    lines += _unmet(body, [one["name"]], left_out) + _warned(body)
     asked = [str(task["task"]) for task in one["tasks"]]
     return lines, asked if body.get("called", True) else []  # without a call, tool calls were not measured
 
 
-def _left_out(one: Body) -> list[str]:
-    found = [escape_markdown(str(note)) for note in one.get("left_out", ())]
-    return ["Left out:", "", *(f"- {note}" for note in found), ""] if found else []
-
-
 def _warned(body: Body) -> list[str]:
     """What the evaluation itself says against its figures."""
-    found = [escape_markdown(public_words(str(warning))) for warning in body.get("warnings", ())]
-    return ["To these figures:", "", *(f"- {warning}" for warning in found), ""] if found else []
+    return _list("To these figures:", map(str, body.get("warnings", ())))
+
+
+def _list(heading: str, words: Iterable[str]) -> list[str]:
+    """Nothing where there are none."""
+    found = [f"- {escape_markdown(public_words(one))}" for one in words]
+    return [heading, "", *found, ""] if found else []
 
 
 def _text(body: Body, identity: Mapping[str, str]) -> list[str]:
@@ -137,15 +141,15 @@ def _text(body: Body, identity: Mapping[str, str]) -> list[str]:
     return [*lines, "", *_unmet(body, [one["name"] for one in ours])]
 
 
-def _unmet(body: Body, names: Sequence[str]) -> list[str]:
-    """Limits that this model's figures, or the control's, did not keep: a card that left them out would praise."""
+def _unmet(body: Body, names: Sequence[str], left_out: Sequence[str] = ()) -> list[str]:
+    """Limits that this model's figures, or the control's, did not keep: a card that left them out would praise. What is
+    left out is a problem of the run, too, and stands on the card already."""
     ours = (*(f"{name}," for name in (*names, CONTROL)), "control:")
-    found = [problem for problem in body.get("problems", ()) if problem.startswith(ours)]
-    if not found:
-        return []
+    known = {f"{name}, {note}" for name in names for note in left_out}
+    found = [one for one in body.get("problems", ()) if one.startswith(ours) and one not in known]
     for name in names:
         found = [one.replace(f"{name},", f"{public_name(name)},", 1) for one in found]
-    return ["Of the limits set for this run, not kept:", "", *(f"- {escape_markdown(one)}" for one in found), ""]
+    return _list("Of the limits set for this run, not kept:", found)
 
 
 def public_name(name: str) -> str:
@@ -165,6 +169,7 @@ def _public_cache(cache: str) -> str:
 
 def public_words(text: str) -> str:
     """The same for a sentence: each word with a slash in it is taken for a path."""
+    text = re.sub(r"\w+://[^\s,;()]*", "a server", text)
     return re.sub(r"[^\s,;:()]*[/\\][^\s,;:()]*", lambda word: _last_part(word[0]) or "...", text)
 
 

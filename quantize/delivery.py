@@ -47,13 +47,6 @@ class Delivery:
     _busy: bool = False
     _error: BaseException | None = None
 
-    def begin(self) -> Repository:
-        """Makes the repository, and gives what is in it. KizamiError "push_target"."""
-        self.target.create()
-        head = self.target.look()
-        self.target.check_private()
-        return head
-
     def is_there(self, record: ShardRecord) -> bool:
         """Whether the repository holds these bytes already."""
         return self.target.has(record.file, record.sha256)
@@ -93,11 +86,10 @@ class Delivery:
             waiting, self._waiting = self._waiting, []
             self._ended = True
         self._send(waiting)
-        self.target.look()
+        head = self.target.look()
         lost = next((record.file for record in records if not self.is_there(record)), None)
         if lost is not None:
             raise KizamiError("was pushed, and is gone or another file now", code="hub_error", file=lost)
-        head = self.target.look()
         files = without_their_card(head, files, self.on_card)
         self.commit = self.target.commit(files, "Index, config and card", stake=stake_of(self.plan_hash), last=True)
         if self.target.sent:

@@ -24,6 +24,14 @@ STRANGERS_SHOWN = 3
 def check_place(checkpoint: Checkpoint, out: Path) -> Path:
     """Checks OUT and gives OUT.partial. The source is never written to, and nothing of a stranger is removed."""
     partial = check_new_folder(checkpoint, out)
+    check_absent(out)
+    with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
+        _check_partial(partial)
+    return partial
+
+
+def check_absent(out: Path) -> None:
+    """KizamiError "out_exists"."""
     if (there := what_is_there(out)) is not None:
         raise KizamiError(
             f"{there}; kizami writes complete new folders only",
@@ -31,9 +39,6 @@ def check_place(checkpoint: Checkpoint, out: Path) -> Path:
             file=str(out),
             hint="choose another OUT, or remove it yourself (kizami verify OUT tells whether it is complete)",
         )
-    with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
-        _check_partial(partial)
-    return partial
 
 
 def _check_partial(partial: Path) -> None:

@@ -179,8 +179,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Rows with error figures: the packed tensors."""
+    """Rows with error figures: of weights that were rounded."""
     return [row for row in rows if row.get("rel_error") is not None]
+
+
+def packed(rows: Iterable[Row]) -> list[Row]:
+    """The same, and rows of INT4 weights whose codes are the source's: they have no error."""
+    return [row for row in rows if row.get("rel_error") is not None or row.get("dtype") == "INT4"]
 
 
 def fallbacks(rows: Iterable[Row]) -> list[Row]:

@@ -31,9 +31,10 @@ def on_disk(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def source_files(shard: Shard) -> frozenset[str]:
-    """The weight files that it is made from."""
-    return frozenset(info.file for step in shard.steps for info in step.sources if info.file)
+def source_files(shard: Shard, mirror: Mirror | None) -> frozenset[str]:
+    """The weight files that must come for it: none of a source that is on the disk."""
+    names = (info.file for step in shard.steps for info in step.sources if info.file)
+    return frozenset(names if mirror is not None else ())
 
 
 @dataclass(slots=True)
@@ -74,19 +75,12 @@ class Supply:
     def __post_init__(self) -> None:
         headers = self.checkpoint.headers
         for shard in self.todo:
-            for name in self._names(shard):
+            for name in source_files(shard, self.mirror):
                 self._files.setdefault(name, _File(on_disk(headers[name].file_size))).later += 1
-        self._taken = 0 if self.mirror is None else fixed_bytes(self.mirror, self.checkpoint, outputs=self.outputs)
+        check_limit(self.limit, self.todo, self.checkpoint, self.mirror, outputs=self.outputs)
         self._room = {number: on_disk(nbytes) for number, nbytes in self.kept.items()}
-        check_limit(self.limit, self._taken, {shard.number: self._need(shard) for shard in self.todo})
-        self._taken += sum(self._room.values())
-
-    def _names(self, shard: Shard) -> frozenset[str]:
-        return frozenset() if self.mirror is None else source_files(shard)
-
-    def _need(self, shard: Shard) -> int:
-        files = sum(self._files[name].nbytes for name in self._names(shard))
-        return files + (on_disk(shard.file_nbytes) if self.outputs else 0)
+        fixed = fixed_bytes(self.checkpoint, self.mirror, outputs=self.outputs)
+        self._taken = fixed + sum(self._room.values())
 
     def __enter__(self) -> "Supply":
         if self.mirror is not None:
@@ -104,7 +98,8 @@ class Supply:
 
     def _keep_what_is_there(self, mirror: Mirror) -> None:
         """Of an earlier run that was killed; each file is hashed before it is used."""
-        room = self.limit - max((self._need(shard) for shard in self.todo), default=0)
+        needs = (needed_bytes(shard, self.checkpoint, mirror, outputs=self.outputs) for shard in self.todo)
+        room = self.limit - max(needs, default=0)
         for name in self.checkpoint.headers:
             file = self._files.get(name)
             if not mirror.holds(name):
@@ -119,7 +114,7 @@ class Supply:
     @contextmanager
     def lend(self, shard: Shard) -> Iterator[None]:
         """The shard's source files, whole. Raises Stopped, or what a download ended with."""
-        names = self._names(shard)
+        names = source_files(shard, self.mirror)
         with self._change:
             self._change.wait_for(
                 lambda: self._ended or (shard.number in self._room and all(self._files[name].here for name in names))
@@ -166,7 +161,7 @@ class Supply:
     def _give_room(self) -> None:
         """To one shard after the other."""
         for shard in self.todo:
-            names = sorted(self._names(shard))
+            names = sorted(source_files(shard, self.mirror))
             out = on_disk(shard.file_nbytes) if self.outputs else 0
             with self._change:
                 while not (self._ended or self._fits(names, out)):
@@ -214,21 +209,32 @@ class Supply:
                 self._change.notify_all()
 
 
-def fixed_bytes(mirror: Mirror, checkpoint: Checkpoint, *, outputs: bool) -> int:
+def needed_bytes(shard: Shard, checkpoint: Checkpoint, mirror: Mirror | None, *, outputs: bool) -> int:
+    """While it is made: its source files, and itself where outputs lie within the limit."""
+    files = sum(on_disk(checkpoint.headers[name].file_size) for name in source_files(shard, mirror))
+    return files + on_disk(shard.file_nbytes) * outputs
+
+
+def fixed_bytes(checkpoint: Checkpoint, mirror: Mirror | None, *, outputs: bool) -> int:
     """What is on the disk from the first to the last: headers, and the files beside the weights; these twice where the
     output lies within the limit, too."""
+    if mirror is None:
+        return 0
     names = {*find_side_files(checkpoint).copied, CARD, CONFIG, INDEX_NAME}
     sizes = [on_disk(file.size) for name, file in mirror.repository.files.items() if name in names]
     headers = sum(on_disk(header.data_begin) for header in checkpoint.headers.values())
     return headers + sum(sizes) * (1 + outputs) + NOTES * len(mirror.repository.files) + ROOM
 
 
-def check_limit(limit: int, fixed: int, needs: Mapping[int, int]) -> None:
-    """needs: bytes for each shard alone. KizamiError "scratch_limit" where one of them needs more than there is."""
-    most = max(needs.values(), default=0)
-    if fixed + most > limit:
+def check_limit(
+    limit: int, shards: Sequence[Shard], checkpoint: Checkpoint, mirror: Mirror | None, *, outputs: bool
+) -> None:
+    """KizamiError "scratch_limit" where one shard alone needs more than there is."""
+    most = max((needed_bytes(shard, checkpoint, mirror, outputs=outputs) for shard in shards), default=0)
+    most += fixed_bytes(checkpoint, mirror, outputs=outputs)
+    if most > limit:
         raise KizamiError(
-            f"--scratch-limit is {limit:,} bytes; one shard with its source files needs {fixed + most:,}",
+            f"--scratch-limit is {limit:,} bytes; one shard with its source files needs {most:,}",
             code="scratch_limit",
             hint="a smaller --max-shard-size needs less, or raise the limit; twice as much keeps the cores busy",
         )

@@ -250,11 +250,14 @@ def test_what_an_evaluation_says_against_its_figures_stands_on_the_card(out: Pat
     output = output_identity(read_manifest(out))
     body = text(output) | {"warnings": ["the built-in sample", "/home/me/b has another tokenizer than /home/me/a"]}
     answers = copy.deepcopy(ANSWERS)
-    answers["compared"][0]["left_out"] = ["3 of 22 conversations that B did not answer"]
+    note = "3 of 22 conversations that http://10.0.0.7:8000/v1 did not answer"
+    answers["compared"][0]["left_out"] = [note]
+    answers["problems"] = [f"logs/int4, {note}"]
     card = with_evaluation((out / "README.md").read_text(), named(body, answers), output)
     assert "- the built-in sample\n- b has another tokenizer than a\n" in card
-    assert "- 3 of 22 conversations that B did not answer\n" in card
+    assert card.count("3 of 22 conversations that a server did not answer") == 1
     assert "/home" not in card
+    assert "10.0.0.7" not in card
 
 
 def test_without_a_single_call_tool_calls_were_not_measured(out: Path) -> None:

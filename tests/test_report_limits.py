@@ -89,6 +89,13 @@ def test_a_limit_for_a_role_without_packed_tensors_is_a_mistake(kizami: Run, out
     assert "routed_expert" in done.json["error"]["message"]
 
 
+def test_a_limit_is_kept_by_codes_that_are_the_sources(kizami: Run, outputs: tuple[Path, Path], tmp_path: Path) -> None:
+    exact = convert(outputs[0], tmp_path / "exact", "--format", "gptq", "-q")
+    for words in (["--min-sqnr", "routed_expert=20"], ["--max-rel-error", "routed_expert=0"], ["--min-sqnr", "20"]):
+        assert kizami("report", exact, *words).code == 0
+    assert kizami("report", exact, "--min-sqnr", "attention=20").code == 2
+
+
 # --------------------------------------------------------------------------------------------------------------- JUnit
 
 
@@ -207,8 +214,3 @@ def test_a_row_of_impossible_figures_is_refused(
     (out / "kizami-report.jsonl").write_bytes(b"".join(map(encode_row, [rows[0] | change, *rows[1:]])))
     done = kizami("report", out)
     assert (done.code, "line 1 is not a report row" in done.err) == (2, True)
-
-
-def test_a_limit_for_a_role_that_is_exact_is_kept() -> None:
-    rows = [{"name": "a", "role": "routed_expert", "rel_error": None}]
-    assert missed(MIN_SQNR, rows, {"routed_expert": 20.0}) == []

@@ -29,20 +29,20 @@ def hub() -> "HfApi":
     """Talks to the endpoint, with the token, of the environment; without bars of its own."""
     from huggingface_hub import HfApi
 
-    utils = _utils()
+    utils = hub_utils()
     utils.disable_progress_bars()
     utils.logging.set_verbosity_error()  # it would warn of each try again; who waits is told by us
     return HfApi(library_name="kizami")
 
 
-def _utils() -> Any:
+def hub_utils() -> Any:
     """Its public helpers; their types are not stated, and they lie in other modules in each version."""
     return importlib.import_module("huggingface_hub.utils")
 
 
 def transport_error() -> type[Exception]:
     """What the HTTP library raises when no whole answer comes: httpx's in huggingface_hub 1, httpx2's in 2."""
-    library = importlib.import_module(type(_utils().get_session()).__module__.partition(".")[0])
+    library = importlib.import_module(type(hub_utils().get_session()).__module__.partition(".")[0])
     found: type[Exception] = library.TransportError
     return found
 
@@ -68,7 +68,7 @@ def as_refusal(repo: str) -> Iterator[None]:
         raise KizamiError("has no such branch, tag or commit", code="hub_not_found", file=repo, hint=hint) from None
     except errors.LocalEntryNotFoundError as e:  # of a file's address: whatever the server said, it gave none
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
-        status = _status(e.__cause__)
+        status = status_of(e.__cause__)
         said = f"the Hub gives no address of a file: {f'it answers {status}' if status else type(e.__cause__).__name__}"
         raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
     except errors.EntryNotFoundError as e:
@@ -79,7 +79,7 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = "unset HF_HUB_OFFLINE, or download it before"
         raise KizamiError("HF_HUB_OFFLINE is set", code="hub_offline", file=repo, hint=hint) from None
     except errors.HfHubHTTPError as e:
-        status = _status(e)
+        status = status_of(e)
         hints = {401: "is the token right? `hf auth whoami` tells", 403: "may the token write there?"}
         hint = hints.get(status or 0, "try again later")
         said = f"the Hub answers {status}: {_words(e)}"
@@ -100,7 +100,8 @@ def as_refusal(repo: str) -> Iterator[None]:
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
 
 
-def _status(error: BaseException | None) -> int | None:
+def status_of(error: BaseException | None) -> int | None:
+    """Of the answer that the error tells of."""
     found = getattr(getattr(error, "response", None), "status_code", None)
     return found if isinstance(found, int) else None
 
@@ -126,10 +127,10 @@ def wait_of(error: BaseException, tried: int) -> float | None:
     if isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in NEVER:
         return None
     if isinstance(error, LocalEntryNotFoundError):
-        status = _status(error.__cause__)
+        status = status_of(error.__cause__)
         return usual if status is None or status in BUSY else None
     if isinstance(error, HfHubHTTPError):
-        if _status(error) not in BUSY:
+        if status_of(error) not in BUSY:
             return None
         told: Any = error.response.headers.get("Retry-After", "")
         return max(usual, min(MAX_TOLD_WAIT, float(told))) if told.isdigit() else usual

@@ -1,8 +1,6 @@
 """A part of a file on the Hub, without the rest."""
 
-import importlib
-from typing import Any
-
+from kizami.formats.hub.client import hub_utils
 from kizami.formats.hub.repository import Repository
 
 TIMEOUT = 60.0  # seconds without a byte
@@ -13,7 +11,7 @@ def read_range(repository: Repository, name: str, begin: int, count: int) -> byt
     the connection ends before, or gives another part. Nothing proves that they are the file's: the whole has a hash."""
     from huggingface_hub import hf_hub_url
 
-    utils: Any = importlib.import_module("huggingface_hub.utils")
+    utils = hub_utils()
     url = hf_hub_url(repository.name, name, revision=repository.commit)
     headers = utils.build_hf_headers(library_name="kizami") | {
         "Range": f"bytes={begin}-{begin + count - 1}",

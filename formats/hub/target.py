@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.hub.client import Patience, as_refusal, cause_of, hub, patiently, wait_of
+from kizami.formats.hub.client import Patience, as_refusal, cause_of, hub, patiently, status_of, wait_of
 from kizami.formats.hub.ranges import read_range
 from kizami.formats.hub.repository import Repository
 
@@ -33,38 +33,41 @@ class Target:
     sent: int = field(default=0, init=False)  # files of the last commit that were not there before
     _head: Repository | None = field(default=None, init=False)
 
-    def create(self) -> None:
-        """Makes the repository unless it is there. KizamiError as `as_refusal`: a token that may not write, above
-        all."""
+    def begin(self) -> Repository:
+        """Makes the repository unless it is there, and gives what is in it. KizamiError as `as_refusal`: a token that
+        may not write, above all; "push_target" where a private one was asked for and the one that is there is
+        public."""
         with as_refusal(self.name):
             patiently(lambda: hub().create_repo(self.name, private=self.private or None, exist_ok=True), self.patience)
-
-    def check_private(self) -> None:
-        """KizamiError "push_target" where a private repository was asked for and the one that is there is public."""
-        assert self._head is not None
-        if self.private and self._head.private is False:
+        head = self.look()
+        if self.private and head.private is False:
             raise KizamiError(
                 "is there and is public; --private was asked for",
                 code="push_target",
                 file=self.name,
                 hint="make it private first, or leave --private out",
             )
+        return head
 
     def look(self, revision: str | None = None) -> Repository:
         """The head, or the commit that is named: what the repository holds now."""
         self._head = Repository.look(self.name, revision, self.patience)
         return self._head
 
+    @property
+    def head(self) -> Repository:
+        """What `look` saw last."""
+        assert self._head is not None
+        return self._head
+
     def has(self, name: str, sha256: str) -> bool:
         """Whether the file is there, in large storage, by what `look` saw last."""
-        assert self._head is not None
-        there = self._head.files.get(name)
+        there = self.head.files.get(name)
         return there is not None and there.sha256 == sha256
 
     def holds(self, name: str, path: Path) -> bool:
         """The same for a file at hand, which is hashed as the Hub hashes it."""
-        assert self._head is not None
-        there = self._head.files.get(name)
+        there = self.head.files.get(name)
         return there is not None and there.is_at(path)
 
     def commit(self, files: Mapping[str, Path], message: str, *, stake: bytes, last: bool = False) -> str:
@@ -100,11 +103,7 @@ class Target:
     def check_free(self, names: Iterable[str], stake: bytes) -> None:
         """Before anything is converted: no file of others in the place of one of `names`, and no other job's stake.
         KizamiError "push_target"."""
-        assert self._head is not None
-        if STAKE in self._head.files:
-            self._refuse_others(self._head, (), stake)
-        else:
-            self._refuse_others(self._head, names, stake)
+        self._refuse_others(self.head, () if STAKE in self.head.files else names, stake)
 
     def _refuse_others(self, head: Repository, left: Iterable[str], stake: bytes) -> None:
         there = next((name for name in left if name in head.files), None)
@@ -135,8 +134,7 @@ class Target:
 
 def _wait_of(error: Exception, tried: int) -> float | None:
     """As `wait_of`; after somebody else's commit the next try has another parent."""
-    response = getattr(error, "response", None)
-    return 1.0 if getattr(response, "status_code", None) == CONFLICT else wait_of(error, tried)
+    return 1.0 if status_of(error) == CONFLICT else wait_of(error, tried)
 
 
 def refuse_too_large(files: Mapping[str, Path]) -> None:
