@@ -13,7 +13,7 @@ from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.convert_plan import Codes, prepare
 from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert
-from kizami.cli.hub_run import OVER_THRESHOLD, HubAsked, clean_up, made_in, remote_of
+from kizami.cli.hub_run import HubAsked, clean_up, made_in, remote_of
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force
 from kizami.cli.method_words import method_lines, show_fallbacks, some
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size, show_error
@@ -106,7 +106,7 @@ def convert(
             restart=restart, remote=remote, events=events,
         )  # fmt: skip
     except KizamiError as refusal:
-        if refusal.code != OVER_THRESHOLD:
+        if refusal.code != "over_threshold":  # the run is done, and its limit is missed
             raise
         show_error(refusal, as_json=json)
         raise typer.Exit(1) from None

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kizami.quantize.plan import Plan
     from kizami.quantize.report import Row
 
-OVER_THRESHOLD = "over_threshold"  # exit code 1: the run is done, and its limit is missed
 OVER_SHOWN = 5
 
 
@@ -115,7 +114,7 @@ def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
             said = f"{counted(len(over), 'tensor')} above --max-rel-error {max_rel_error:g}: {named}"
             raise KizamiError(
                 f"{said}; index and config are not pushed",
-                code=OVER_THRESHOLD,
+                code="over_threshold",
                 hint="raise the limit and run again, or use other settings with a new OUT and a new repository",
             )
 
