@@ -330,12 +330,46 @@ def test_a_norm_that_the_class_leaves_aside_bounds_nothing(tmp_path: Path) -> No
     used = layers_of(gqa(qk_norm=True).save(tmp_path / "used"))[0]
     stray = layers_of(gqa(qk_norm=True, use_qk_norm=False).save(tmp_path / "stray"))[0]
     assert bound_of(used, "k").how.startswith("QK-norm")
-    assert "sigma_max" in bound_of(stray, "k").how
+    assert "and by class and config no norm behind k_proj" in bound_of(stray, "k").says
+    assert bound_of(stray, "v").value is not None
 
 
-def test_a_word_that_the_class_does_not_know_gives_it_no_norm(tmp_path: Path) -> None:
-    made = gqa(model_type="llama", architecture="LlamaForCausalLM", qk_norm=True, use_qk_norm=True)
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "there", "words", "said"),
+    [
+        ("llama", "LlamaForCausalLM", True, {"use_qk_norm": False}, "there is a k_norm.weight, and"),
+        ("qwen2", "Qwen2ForCausalLM", True, {"qk_norm": True}, "qk_norm is True, and what the class makes of it"),
+        ("qwen2", "Qwen2ForCausalLM", False, {"qk_norm": True}, "qk_norm is True, and what the class makes of it"),
+        ("glm4_moe", "Glm4MoeForCausalLM", True, {"use_qk_norm": 1}, "use_qk_norm is 1, and what the class"),
+        ("glm4_moe", "Glm4MoeForCausalLM", True, {"use_qk_norm": "true"}, "use_qk_norm is 'true', and what the class"),
+        ("glm4_moe", "Glm4MoeForCausalLM", False, {"use_qk_norm": True}, "there is no k_norm.weight"),
+        ("qwen3", "Qwen3ForCausalLM", False, {}, "there is no k_norm.weight"),
+    ],
+)
+def test_where_readers_differ_on_a_norm_of_keys_nothing_is_proved_of_them(
+    model_type: str, architecture: str, there: bool, words: dict, said: str, tmp_path: Path
+) -> None:
+    made = gqa(model_type=model_type, architecture=architecture, bias=False, qk_norm=there, size=0.001)
+    made.config.update(words)
+    first = layers_of(made.save(tmp_path / "src"))[0]
+    assert bound_of(first, "k").value is None
+    assert said in bound_of(first, "k").says
+    assert bound_of(first, "v").value is not None
+
+
+def test_a_norm_of_keys_that_nobody_asks_for_is_not_there(tmp_path: Path) -> None:
+    made = gqa(model_type="qwen2", architecture="Qwen2ForCausalLM")
     assert "sigma_max" in bound_of(layers_of(made.save(tmp_path / "src"))[0], "k").how
+
+
+def test_a_norm_of_the_same_name_inside_attention_does_not_stand_for_the_layers(tmp_path: Path) -> None:
+    made = gqa(gamma=200.0)
+    tensors = made.shards["model.safetensors"]
+    tensors["model.layers.0.self_attn.input_layernorm.weight"] = make_cases.bf(np.full(HIDDEN, 0.1))
+    first, second = layers_of(made.save(tmp_path / "src"))
+    assert {bound.value for bound in first.bounds} == {None}
+    assert all("its attention has an input_layernorm" in bound.says for bound in first.bounds)
+    assert all(bound.value is not None for bound in second.bounds)
 
 
 @pytest.mark.parametrize(

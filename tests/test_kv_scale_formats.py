@@ -286,6 +286,8 @@ def test_the_prefix_of_layers_is_that_of_the_names() -> None:
     ) as refused:
         find_prefix([*towers, "thinker.layers.0.self_attn.k_proj.weight"])
     assert refused.value.code == "kv_scales_unplaced"
+    with pytest.raises(KizamiError, match=r"under language_model\.model\.layers\., model\.layers\.: which of them"):
+        find_prefix([*names, "model.layers.0.self_attn.k_proj.weight"])
 
 
 # ----------------------------------------------------------------------------------------------------------- effects

@@ -247,6 +247,29 @@ def test_padding_of_a_slot_mapping_stamps_no_page() -> None:
     assert continued.tolist() == [False, False, False]
     assert stamps.check(pages, tags, tokens, 4).tolist() == [False]
     assert stamps.check(torch.tensor([[3]]).int(), torch.tensor([[5]]).int(), tokens, 4).tolist() == [False]
+    ahead = stamps.write(torch.tensor([3, -1]), *[torch.tensor([5, 5])] * 2, first=torch.tensor([1, 77]))
+    assert ahead.tolist() == [True, False]  # of another owner
+
+
+def test_what_torch_would_spread_over_all_pages_is_refused() -> None:
+    stamps, two, one = Stamps(16, 4), torch.tensor([1, 2]), torch.tensor([0])
+    for words in ((one, two), (two, one), (two, two, one), (two, two, None, one)):
+        with pytest.raises(KizamiError, match=r"\[1\], expected \[2\]"):
+            stamps.write(two, *words)
+
+
+def test_hashes_of_a_pool_of_other_pages_or_of_a_mask_are_refused() -> None:
+    hashes, pool = PageHashes(4, 4), torch.zeros(4, 4, 16, dtype=torch.uint8)
+    for other in (pool[:3], pool[:, :2]):
+        with pytest.raises(KizamiError, match="expected 4 pages of 4 slots"):
+            hashes.check(other, torch.tensor([1]))
+        with pytest.raises(KizamiError, match="expected 4 pages of 4 slots"):
+            hashes.take(other, torch.tensor([1]), torch.tensor([1]))
+    with pytest.raises(KizamiError, match=r"pages are torch\.bool"):
+        hashes.reset(torch.tensor([True, False]))
+    for sizes in ((0, 4), (4, 0)):
+        with pytest.raises(KizamiError, match="expected one at least"):
+            PageHashes(*sizes)
 
 
 def test_a_row_longer_than_its_table_is_in_the_log() -> None:

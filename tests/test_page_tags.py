@@ -353,6 +353,10 @@ def test_a_row_that_is_full_is_aborted_by_every_check_from_then_on() -> None:
         tables.append(torch.tensor([0]), torch.tensor([page]), got)
     assert tables.check(tags).tolist() == [True, False]
     assert tables.pages.tolist()[1] == [0, 0]
+    assert tables.held(0)[0].tolist() == [1, 2]
+    assert torch.equal(tables.held(0)[1], tags.find(torch.tensor([1, 2])))
+    with pytest.raises(KizamiError, match="tables of 0 pages"):
+        BlockTables(2, 0)
 
 
 def test_flat_lists_of_other_shapes_or_types_are_refused() -> None:
@@ -366,3 +370,6 @@ def test_flat_lists_of_other_shapes_or_types_are_refused() -> None:
         check_pages(tags, pages[:, None], captured[:, None], request, 2)
     with pytest.raises(KizamiError, match="expected int32 or int64"):
         check(tags, pages[None].to(torch.int16), captured[None])
+    for lengths in (torch.tensor([1.0]), torch.tensor([True])):
+        with pytest.raises(KizamiError, match="lengths torch"):
+            check(tags, pages[None], captured[None], lengths)

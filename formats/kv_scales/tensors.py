@@ -24,7 +24,7 @@ KV_CACHE_SCHEME: dict[str, Any] = {
 }
 LAYERS = "model.layers."
 RECORD = "kizami.kv-scales"  # of the metadata: the scales as kizami's JSON has them
-# Where transformers' classes have the layers of their language model; the first that is there counts.
+# Where transformers' classes have the layers of their language model.
 LANGUAGE_MODELS = (LAYERS, "language_model.model.layers.", "model.language_model.layers.", "language_model.layers.")
 
 
@@ -74,14 +74,15 @@ def _names(scales: KvScales) -> tuple[str, str]:
 def find_prefix(names: Iterable[str]) -> str:
     """`model.layers.`, `language_model.model.layers.`: what stands before the number of a layer of the language model.
 
-    KizamiError "kv_scales_unplaced" where several towers have layers with attention, and none has a known name.
+    KizamiError "kv_scales_unplaced" where several towers have layers with attention, and not just one a known name.
     """
     found = {prefix for name in names if (prefix := _prefix(name)) is not None}
-    known = [prefix for prefix in LANGUAGE_MODELS if prefix in found]
-    if known or len(found) <= 1:
-        return next(iter(known or found), LAYERS)
+    known = found & set(LANGUAGE_MODELS)
+    towers = known or found
+    if len(towers) <= 1:
+        return next(iter(towers), LAYERS)
     raise KizamiError(
-        f"attention lies under {', '.join(printable(prefix, 60) for prefix in sorted(found)[:4])}: "
+        f"attention lies under {', '.join(printable(prefix, 60) for prefix in sorted(towers)[:4])}: "
         "which of them is the language model is not known",
         code="kv_scales_unplaced",
         hint="kizami knows " + ", ".join(LANGUAGE_MODELS),

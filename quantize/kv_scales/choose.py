@@ -106,7 +106,7 @@ def choose_layer(
         scales = LayerScales(source.layer, ones, ones, "not calibrated")
     findings += _of_choice(scales, windows, proved, model)
     if given is None:
-        findings += _of_carried(carried, scales, windows, heads)
+        findings += _of_carried(carried, scales, windows, heads, latent=model.is_mla)
     else:
         findings += [KvFinding("flag", text) for text in given.findings]
         findings += [] if model.is_mla else _of_given(given, windows, source.bounds)
@@ -232,7 +232,7 @@ def _of_choice(
 
 
 def _of_carried(
-    carried: Carried | None, scales: LayerScales, windows: Mapping[str, Window], heads: int
+    carried: Carried | None, scales: LayerScales, windows: Mapping[str, Window], heads: int, *, latent: bool
 ) -> Iterator[KvFinding]:
     if carried is None:
         return
@@ -244,7 +244,11 @@ def _of_carried(
         if seen > E4M3_MAX * max(own):
             yield KvFinding("flag", f"{part}: {seen:.4g} was measured; the source's scale {max(own):.4g} clips it")
     if scales.source in ("certificate", "calibrated") and spread(carried.k, heads) != scales.k:
-        yield KvFinding("note", f"the source's k_scale {max(carried.k):.4g} gives way to {max(scales.k):.4g}")
+        said = f"the source's k_scale {max(carried.k):.4g}"
+        if latent:  # it stays where it is, in the source
+            yield KvFinding("note", f"{said} is none that engines should use: the latent is stored at 1.0")
+        else:
+            yield KvFinding("note", f"{said} gives way to {max(scales.k):.4g}")
 
 
 def _of_given(given: LayerScales, windows: Mapping[str, Window], bounds: tuple[Bound, ...]) -> Iterator[KvFinding]:

@@ -36,6 +36,7 @@ KNOWN_CLASSES: Mapping[str, KnownClass] = {
     "DeepseekV32ForCausalLM": _latent("deepseek_v32"),
     "GlmMoeDsaForCausalLM": _latent("glm_moe_dsa"),
     "KimiK25ForConditionalGeneration": _latent("kimi_k2", "kimi_k25", "deepseek_v3"),
+    "Kimi_K25ForConditionalGeneration": _latent("kimi_k2", "kimi_k25", "deepseek_v3"),  # transformers' own name of it
     "Glm4MoeForCausalLM": _heads("glm4_moe", "asked"),
     "LlamaForCausalLM": _heads("llama"),
     "MistralForCausalLM": _heads("mistral"),

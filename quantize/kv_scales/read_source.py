@@ -84,6 +84,8 @@ def attention_names(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[i
     prefix = find_prefix(tensors)
     for name in tensors:
         head, attention, rest = name.partition(".self_attn.")
+        if rest.startswith("input_layernorm."):  # of the attention's own, which no class has; not the layer's
+            rest = f"an {rest}"
         if not attention:
             head, norm, rest = name.partition(".input_layernorm.")
             rest = f"input_layernorm.{rest}"
@@ -166,7 +168,10 @@ class _Source:
         model, rows = self.model, self.model.kv_heads * self.model.head_dim
         if factor is None:
             return Bound("k", None, ROPE_UNKNOWN)
-        if "k_norm.weight" in names and self._norms_keys():
+        normed = self._norms_keys(names)
+        if isinstance(normed, str):
+            return Bound("k", None, normed)
+        if normed:
             wide = self.tensors[names["k_norm.weight"]].shape == (rows,)
             gamma = self._vector(names, "k_norm.weight", rows if wide else model.head_dim)
             return Bound("k", None, gamma) if isinstance(gamma, str) else rotated_norm_bound("k", gamma, factor)
@@ -193,10 +198,20 @@ class _Source:
         ]
         return max(bounds, key=lambda bound: np.inf if bound.value is None else bound.value)
 
-    def _norms_keys(self) -> bool:
-        """Whether the class has a norm behind k_proj; a k_norm.weight that it leaves aside bounds nothing."""
-        how = "never" if self.known is None else self.known.norms_keys
-        return how == "always" or (how == "asked" and self.family.text_config.get("use_qk_norm") is True)
+    def _norms_keys(self, names: Mapping[str, str]) -> bool | str:
+        """Whether a norm follows k_proj; in words, why that is not known: one reader may apply a k_norm.weight that
+        another leaves aside (vLLM's Qwen2 with `qk_norm`)."""
+        assert self.known is not None  # `_unknown` has said so
+        how, asked = self.known.norms_keys, {key: self.family.text_config.get(key) for key in NORMS_ASKED}
+        wanted = how == "always" or (how == "asked" and asked["use_qk_norm"] is True)
+        odd = [key for key, value in asked.items() if value is not None and type(value) is not bool]
+        odd += [key for key, value in asked.items() if value and how == "never"]
+        if odd and how != "always":
+            said = printable(repr(asked[odd[0]]), 40)
+            return f"{odd[0]} is {said}, and what the class makes of it is not known here"
+        if wanted != ("k_norm.weight" in names):
+            return "its class has a norm behind k_proj, and there is no k_norm.weight" if wanted else UNUSED_NORM
+        return wanted
 
     def _v(self, names: Mapping[str, str]) -> Bound:
         read = self._linear(names, "v_proj", self.model.kv_heads * self.model.head_dim, 1.0)
@@ -259,6 +274,8 @@ class _Source:
         return layer_scales(infos, self.model.kv_heads, self.reader.read)
 
 
+NORMS_ASKED = ("use_qk_norm", "qk_norm")  # GLM-4.x's word, and vLLM's for Qwen2
+UNUSED_NORM = "there is a k_norm.weight, and by class and config no norm behind k_proj"
 ROPE_UNKNOWN = "whether this rope type scales cos and sin is not known"
 
 

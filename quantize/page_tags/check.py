@@ -89,8 +89,9 @@ def check_shapes(
         raise KizamiError(f"pages {list(pages.shape)}, expected [R, P]", code="page_tags")
     check_captured(pages, captured)
     for name, each in (("lengths", lengths), ("first", first)):
-        if each is not None and each.shape != pages.shape[:1]:
-            raise KizamiError(f"{name} {list(each.shape)}, expected {list(pages.shape[:1])}", code="page_tags")
+        if each is not None and (each.shape != pages.shape[:1] or each.dtype not in (torch.int32, torch.int64)):
+            said = f"{name} {each.dtype} {list(each.shape)}, expected int32 or int64 {list(pages.shape[:1])}"
+            raise KizamiError(said, code="page_tags")
 
 
 def check_captured(pages: torch.Tensor, captured: torch.Tensor) -> None:
@@ -132,6 +133,8 @@ class BlockTables:
     """What up to R requests hold: `pages` and `tags` int32 [R, P], `lengths` int32 [R], the pages of each row."""
 
     def __init__(self, requests: int, pages: int, *, device: torch.device | str = "cpu") -> None:
+        if pages < 1:
+            raise KizamiError(f"tables of {pages} pages, expected one at least", code="page_tags")
         self.pages = torch.zeros(requests, pages, dtype=torch.int32, device=device)
         self.tags = torch.zeros(requests, pages, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(requests, dtype=torch.int32, device=device)
@@ -150,10 +153,13 @@ class BlockTables:
 
     def append(self, rows: torch.Tensor, pages: torch.Tensor, tags: torch.Tensor) -> None:
         """One page more for each of some rows, none of them twice: what a decode step adds. No wait for the device: a
-        row that is full already grows beyond the table, and every check aborts it."""
-        places = self.lengths[rows].long().clamp(max=self.pages.shape[1] - 1)
-        self.pages[rows, places] = pages.to(torch.int32)
-        self.tags[rows, places] = tags
+        row that is full already grows beyond the table, and every check aborts it. It keeps its pages; the one that did
+        not fit is the caller's to release."""
+        places = self.lengths[rows].long()
+        full = places >= self.pages.shape[1]
+        places = places.clamp(max=self.pages.shape[1] - 1)
+        self.pages[rows, places] = torch.where(full, self.pages[rows, places], pages.to(torch.int32))
+        self.tags[rows, places] = torch.where(full, self.tags[rows, places], tags)
         self.lengths[rows] += 1
 
     def clear(self, rows: torch.Tensor | int) -> None:

@@ -49,6 +49,8 @@ class PageHashes:
     """
 
     def __init__(self, pages: int, slots: int, *, device: torch.device | str = "cpu") -> None:
+        if pages < 1 or slots < 1:
+            raise KizamiError(f"{pages} pages of {slots} slots, expected one at least", code="page_tags")
         self.slots = slots
         self.pages = pages
         self._sums = torch.zeros(pages + 1, dtype=torch.int64, device=device)  # the last one takes what is left out
@@ -62,7 +64,13 @@ class PageHashes:
     def filled(self) -> torch.Tensor:
         return self._filled[: self.pages]
 
-    def _rows(self, pages: torch.Tensor) -> torch.Tensor:
+    def _rows(self, pages: torch.Tensor, pool: torch.Tensor | None = None) -> torch.Tensor:
+        """Where their sums are. KizamiError "page_tags" for a mask in place of ids, or a pool of other pages."""
+        if pages.dtype not in (torch.int32, torch.int64):
+            raise KizamiError(f"pages are {pages.dtype}, expected int32 or int64", code="page_tags")
+        if pool is not None and tuple(pool.shape[:2]) != (self.pages, self.slots):
+            said = f"a pool {list(pool.shape)}, expected {self.pages} pages of {self.slots} slots"
+            raise KizamiError(said, code="page_tags")
         return torch.where((pages >= 0) & (pages < self.pages), pages.long(), self.pages)
 
     def reset(self, pages: torch.Tensor) -> None:
@@ -79,7 +87,7 @@ class PageHashes:
 
     def take(self, pool: torch.Tensor, pages: torch.Tensor, filled: torch.Tensor) -> None:
         """Hash the first `filled` rows as they are now: of pages that were written in one go, such as a prefill's."""
-        ids = self._rows(pages)
+        ids = self._rows(pages, pool)
         self._sums[ids] = page_hashes(pool, pages.clamp(0, self.pages - 1), filled)
         self._filled[ids] = filled.to(torch.int32)
 
@@ -89,7 +97,7 @@ class PageHashes:
         """bool [N], True for pages (int64 [N]) whose content is not what was hashed. rows: int [N], how many of each
         the reader will read: a page of which fewer were written is bad, whatever is in it. full_only: pages that still
         grow pass, since a step may be writing into them; leave them out of `pages` to save their reading."""
-        ids = self._rows(pages)
+        ids = self._rows(pages, pool)
         filled = self._filled[ids]
         bad = page_hashes(pool, pages.clamp(0, self.pages - 1), filled) != self._sums[ids]
         bad = bad & (filled == self.slots) if full_only else bad

@@ -63,8 +63,12 @@ class Stamps:
 
         All int [n]; no page twice, but for ids out of range: these, the padding of a slot mapping, are left out.
         Returns bool [n]: True where a page that is continued (first > 0) held, in the slot before, or in its one
-        record, a stamp that is not the writer's: somebody else wrote in between.
+        record, a stamp that is not the writer's: somebody else wrote in between. KizamiError "page_tags" for other
+        shapes.
         """
+        for name, each in (("tags", tags), ("owners", owners), ("first", first), ("end", end)):
+            if each is not None and each.shape != pages.shape:
+                raise KizamiError(f"{name} {list(each.shape)}, expected {list(pages.shape)}", code="page_tags")
         stamp = torch.stack([pages.int(), tags.int(), owners.int()], dim=-1)[:, None]
         exists = (pages >= 0) & (pages < len(self.records))
         rows = torch.where(exists, pages.long(), len(self.records))
@@ -72,6 +76,7 @@ class Stamps:
         bad = torch.zeros(len(pages), dtype=torch.bool, device=old.device)
         inside = torch.ones(old.shape[:2], dtype=torch.bool, device=old.device)
         if first is not None:
+            first = torch.where(exists, first, 0)
             before = (first.long() - 1).clamp(min=0) if self.per_page > 1 else torch.zeros_like(first, dtype=torch.long)
             bad = (
                 (old[torch.arange(len(pages), device=old.device), before] != stamp[:, 0]).any(-1) & (first > 0) & exists
