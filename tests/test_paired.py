@@ -187,6 +187,30 @@ def test_where_enough_questions_change_sides_the_interval_is_walds() -> None:
     assert Paired(1319, 40, 29).interval == Paired(1319, 40, 29).wald_interval
 
 
+@pytest.mark.parametrize("n", [1, 6, 10, 20, 60, 100])
+def test_no_interval_ends_before_the_bound_that_stands_beside_it(n: int) -> None:
+    for lost in range(n + 1):
+        for won in range(0, n + 1 - lost, 1 + n // 20):
+            one = Paired(n, lost, won)
+            low, high = one.interval
+            assert low <= one.drop <= one.upper_bound <= high <= 1
+            assert low <= -Paired(n, won, lost).upper_bound
+            assert high - low > 0, "six of six prove no loss of all"
+    for drops in ((0.5,) * 50 + (-0.5,) * 50, (0.5,) * 6, (1.0, 0.0, -0.5)):
+        assert Clustered(drops).interval[1] >= Clustered(drops).upper_bound
+        assert Clustered(drops).interval[0] <= -Clustered(tuple(-one for one in drops)).upper_bound
+
+
+@pytest.mark.parametrize(("drop", "wins"), [(0.9, 0.0), (0.2, 0.4), (0.5, 0.0), (0.05, 0.4)])
+def test_the_interval_of_few_questions_holds_the_true_drop_in_nine_of_ten_runs(drop: float, wins: float) -> None:
+    rng = np.random.default_rng(5)
+    for n in (10, 20, 60, 120):
+        tables = rng.multinomial(n, [drop + wins, wins, max(0.0, 1 - drop - 2 * wins)], 2000)
+        intervals = {(b, c): Paired(n, b, c).interval for b, c, _ in tables.tolist()}
+        held = np.mean([intervals[b, c][0] <= drop <= intervals[b, c][1] for b, c, _ in tables.tolist()])
+        assert held > 0.92
+
+
 @pytest.mark.parametrize(("n", "lost", "won"), [(1, 1, 0), (2, 1, 0), (3, 2, 0), (10, 0, 0), (12, 9, 3), (60, 60, 0)])
 def test_an_interval_leaves_room_and_stays_within_all_and_nothing(n: int, lost: int, won: int) -> None:
     low, high = Paired(n, lost, won).interval
