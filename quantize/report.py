@@ -89,10 +89,10 @@ def read_report(out: Path) -> list[Row]:
 
 
 def read_whole_report(out: Path, manifest: Mapping[str, Any]) -> list[Row]:
-    """The same, if no row is missing: a limit that half of the tensors are not held to would be kept in silence.
-    KizamiError "bad_report"."""
+    """The same, if no row is missing: a limit that half of the tensors are not held to would be kept in silence. What
+    was dropped is in no shard and has none. KizamiError "bad_report"."""
     rows = read_report(out)
-    found, counted = Counter(row["action"] for row in rows), manifest["counts"]
+    found, counted = Counter(row["action"] for row in rows), {**manifest["counts"], "drop": 0}
     for action in sorted(found.keys() | counted.keys()):
         if found[action] != counted.get(action, 0):
             said = f"{found[action]} rows say {action}, and kizami.json counts {counted.get(action, 0)}"

@@ -175,6 +175,16 @@ def test_outputs_of_two_sources_are_not_compared(
 # -------------------------------------------------------------------------------------------------- a report that lacks
 
 
+def test_the_report_of_an_output_without_a_layer_of_the_source_is_whole(
+    kizami: Run, outputs: tuple[Path, Path], demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    out = convert(demo_checkpoint, tmp_path / "out", "--mtp", "drop", "-q")
+    assert kizami("verify", out, "--against", demo_checkpoint).code == 0
+    assert kizami("report", out, "--max-rel-error", "0.5").code == 0
+    assert kizami("report", out, "--json").json["actions"]["drop"] == 71
+    assert kizami("report", outputs[0], "--compare", out).code == 0
+
+
 @pytest.mark.parametrize("kept", [0, 100])
 def test_limits_are_not_kept_by_a_report_that_is_not_whole(
     kizami: Run, outputs: tuple[Path, Path], tmp_path: Path, kept: int
