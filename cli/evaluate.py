@@ -191,8 +191,8 @@ def _on_answers(a: str, others: list[str], noise: Path | None, margin: float) ->
     named = [(other, Path(other)) for other in others] + ([] if noise is None else [(CONTROL, noise)])
     compared = []
     for name, path in named:
-        joined, notes = join_logs(first, read_logs(path))
-        compared.append((name, [judge(one, margin) for one in joined], notes))
+        joined, left_out = join_logs(first, read_logs(path))
+        compared.append((name, [judge(one, margin) for one in joined], left_out))
     return answers_body(a, compared, margin)
 
 

@@ -12,6 +12,7 @@ from kizami.formats.card_evaluation import CONTROL, p_words, visible_words
 
 if TYPE_CHECKING:
     from kizami.calibration.data.tokens import TokenSet
+    from kizami.calibration.evaluation.lm_eval_logs import LeftOut
     from kizami.calibration.evaluation.streamed import Compared, Texts
     from kizami.calibration.evaluation.verdicts import Verdict
     from kizami.calibration.kv_accuracy.measures import TokenMeasures
@@ -185,16 +186,21 @@ def _range(at: Mapping[str, Any]) -> str:
 
 
 def answers_body(
-    reference: str, compared: "Sequence[tuple[str, Sequence[Verdict], Sequence[str]]]", margin: float
+    reference: str, compared: "Sequence[tuple[str, Sequence[Verdict], Sequence[LeftOut]]]", margin: float
 ) -> Body:
-    """compared: name, verdicts, and notes on what could not be joined."""
+    """compared: name, verdicts, and what is left out. not_judged: those of left_out that no margin is met with."""
     return {
         "kind": "answers",
         "reference": reference,
         "margin": margin,
         "compared": [
-            {"name": name, "tasks": [asdict(verdict) for verdict in verdicts], "left_out": list(notes)}
-            for name, verdicts, notes in compared
+            {
+                "name": name,
+                "tasks": [asdict(verdict) for verdict in verdicts],
+                "left_out": [one.words for one in left_out],
+                "not_judged": [one.words for one in left_out if one.counts],
+            }
+            for name, verdicts, left_out in compared
         ],
         "notes": list(ANSWER_NOTES),
         "warnings": [],
@@ -202,10 +208,10 @@ def answers_body(
 
 
 def answer_problems(body: Body) -> list[str]:
-    """Tasks in which a drop of the margin is not excluded, or that could not be compared."""
+    """Tasks in which a drop of the margin is not excluded, or that could not be judged."""
     theirs = [one for one in body["compared"] if one["name"] != CONTROL]
-    return [f"{one['name']}, {note}" for one in theirs for note in one["left_out"]] + [
-        f"{one['name']}, {_task(task)}: a drop of {100 * body['margin']:g} points is not excluded (at most "
+    return [f"{one['name']}, {words}" for one in theirs for words in one["not_judged"]] + [
+        f"{one['name']}, {_task(task)}: a drop of {_points(body['margin'])} is not excluded (at most "
         f"{100 * task['upper_bound']:.2f} with 95 % confidence)"
         for one in theirs
         for task in one["tasks"]
@@ -217,15 +223,15 @@ ANSWER_HEADS = ("task", ">n", ">A %", ">B %", ">lost", ">won", ">drop, points (9
 
 
 def show_answers(ui: Ui, body: Body) -> None:
-    ui.heading(f"{body['reference']} (A), question by question; margin {100 * body['margin']:g} points")
+    ui.heading(f"{body['reference']} (A), question by question; margin {_points(body['margin'])}")
     if asked := body.get("reference_turns"):
         ui.table(TURN_HEADS, [_turn_row(turn) for turn in asked["turns"]])
         ui.prose(_ends(asked))
     for one in body["compared"]:
         ui.heading(one["name"])
         ui.table(ANSWER_HEADS, [_answer_row(task, body["margin"]) for task in one["tasks"]])
-        for note in one["left_out"]:
-            ui.prose(f"left out: {note}")
+        for words in one["left_out"]:
+            ui.prose(f"{'left out' if words in one['not_judged'] else 'note'}: {words}")
         if one.get("turns"):
             ui.table(TURN_HEADS, [_turn_row(turn) for turn in one["turns"]])
             ui.prose(_ends(one))
@@ -265,7 +271,7 @@ def verdict_words(task: Mapping[str, Any], margin: float) -> tuple[str, str]:
         found = "no difference shown"
     else:
         found = "a drop is shown" if task["drop"] > 0 else "a gain is shown"
-    within = f"a drop of {100 * margin:g} points is {'excluded' if task['non_inferior'] else 'NOT excluded'}"
+    within = f"a drop of {_points(margin)} is {'excluded' if task['non_inferior'] else 'NOT excluded'}"
     return found, within
 
 
@@ -274,9 +280,15 @@ def _last_answers(body: Body) -> str:
     shown = sum(task["p_value"] < 0.05 and task["drop"] > 0 for task in tasks)
     safe = sum(task["non_inferior"] for task in tasks)
     return (
-        f"of {counted(len(tasks), 'comparison')}: a drop is shown in {shown}, one of {100 * body['margin']:g} points "
+        f"of {counted(len(tasks), 'comparison')}: a drop is shown in {shown}, one of {_points(body['margin'])} "
         f"excluded in {safe}"
     )
+
+
+def _points(margin: float) -> str:
+    """`1 point` of 0.01."""
+    number = f"{100 * margin:g}"
+    return f"{number} point{'' if number == '1' else 's'}"
 
 
 def _task(task: Mapping[str, Any]) -> str:

@@ -232,8 +232,8 @@ def test_errors_add_up_over_turns() -> None:
     assert (first.conversations, first.valid, first.right, first.parsed) == (3, 2, 2, 2)
     assert (second.valid, second.right, second.valid_so_far) == (3, 3, 2)
     assert finish_reasons(found) == {"tool_calls": 6}
-    (valid, right), notes = joined(found, found)
-    assert (valid.metric, right.metric, notes) == ("valid", "right", [])
+    (valid, right), left_out = joined(found, found)
+    assert (valid.metric, right.metric, left_out) == ("valid", "right", [])
     assert valid.a == ((1.0,), (0.0,), (1.0,))
 
 
@@ -258,11 +258,11 @@ def test_a_conversation_without_an_answer_is_left_out_of_both_and_named(monkeypa
         found = replay(server, [TWO, long], Asking())
         assert [one.valid for one in found.worths[1]] == [False, False]
         assert [one.valid for one in found.worths[0]] == [True, True]
-        (valid, _), notes = joined(found, found)
+        (valid, _), left_out = joined(found, found)
         assert valid.a == ((1.0,),)
-        assert [note[:46] for note in notes] == [
-            "1 of 2 conversations that A did not answer; th",
-            "1 of 2 conversations that B did not answer; th",
+        assert [(one.words[:46], one.counts) for one in left_out] == [
+            ("1 of 2 conversations that A did not answer; th", True),
+            ("1 of 2 conversations that B did not answer; th", True),
         ]
         other = replace(found, unanswered={0: "gone"})
         with pytest.raises(KizamiError, match="no conversation was answered by both"):

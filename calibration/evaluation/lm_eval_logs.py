@@ -7,7 +7,7 @@ both models were asked the same: hashes of question, prompt and target must be e
 
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ MAX_LINE_BYTES = 64 << 20  # a question with a prompt of a million tokens, writt
 MAX_FILES = 10_000
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 MOST_RESULTS_BYTES = 64 << 20
+# RULER's tasks have a metric for each length of the prompt, and give a question this one for those that are not its own
+# (lm_eval/tasks/ruler/common_utils.py): no score, and none that lm-eval averages
+NOT_OF_THIS_QUESTION = -1.0
 # Where no results_DATE.json stands beside the samples, which says it
 LOWER_IS_BETTER = frozenset({
     "bits_per_byte", "brier_score", "byte_perplexity", "mae", "mse", "perplexity", "ter", "wer", "word_perplexity",
@@ -29,7 +32,8 @@ LOWER_IS_BETTER = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One question under one filter. scores: of each metric that is a number. others: metrics that are none."""
+    """One question under one filter. scores: of each metric that is a number. others: metrics that are listed, and are
+    none. A metric that is in neither is not of this question."""
 
     hashes: tuple[str, ...]
     scores: Mapping[str, float]
@@ -67,6 +71,15 @@ class Joined:
         return all(len(answers) == 1 for answers in (*self.a, *self.b))
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What is not compared, or not on all questions, in words. counts: whether it may hide a loss, so that no margin is
+    met; if not, it is a note."""
+
+    words: str
+    counts: bool = True
+
+
 def is_log(path: Path) -> bool:
     """Whether `path` is a file of samples, or a folder that has some."""
     return path.suffix == ".jsonl" or (path.is_dir() and next(_files(path), None) is not None)
@@ -89,28 +102,92 @@ def read_logs(path: Path) -> dict[str, tuple[Log, ...]]:
     return {task: tuple(logs) for task, logs in sorted(found.items())}
 
 
-def join_logs(a: Mapping[str, Sequence[Log]], b: Mapping[str, Sequence[Log]]) -> tuple[list[Joined], list[str]]:
-    """Tasks that both have, by question, and notes on what is left out.
+def join_logs(a: Mapping[str, Sequence[Log]], b: Mapping[str, Sequence[Log]]) -> tuple[list[Joined], list[LeftOut]]:
+    """Tasks that both have, by question, and what is left out.
 
-    KizamiError "other_questions" where the two were not asked the same.
+    KizamiError "other_questions" where the two were not asked the same, or nothing of it can be compared.
     """
     joined: list[Joined] = []
     sides = (("A", a, b), ("B", b, a))
-    notes = [f"{task}: only {side} has it" for side, ours, theirs in sides for task in ours.keys() - theirs.keys()]
-    for task in a.keys() & b.keys():
+    left = [
+        LeftOut(f"{task}: only {side} has it") for side, ours, theirs in sides for task in ours.keys() - theirs.keys()
+    ]
+    common = a.keys() & b.keys()
+    for task in common:
         keys = _same_questions(a[task], b[task])
-        for name in sorted({name for _, name in keys}):
-            mine = [key for key in keys if key[1] == name]
-            found, odd = _metrics(a[task], b[task], mine)
-            notes += [f"{task} ({name}), {metric}: {why}" for metric, why in odd]
-            joined += [_join(task, name, metric, a[task], b[task], mine) for metric in found]
+        for name in {name for _, name in keys}:
+            found, odd = _join_filter(task, name, a[task], b[task], [key for key in keys if key[1] == name])
+            joined, left = joined + found, left + odd
+    left.sort(key=lambda one: one.words)
     if not joined:
         raise KizamiError(
-            f"A and B have nothing to compare: {sorted(notes)[0]}",
+            f"A and B have nothing to compare: {left[0].words}",
             code="other_questions",
-            hint="both need samples of the same tasks; the name says of which: samples_TASK_DATE.jsonl, TASK.jsonl",
+            hint="a task is needed that has a score from 0 to 1 for each question"
+            if common
+            else "both need samples of the same tasks; the name says of which: samples_TASK_DATE.jsonl, TASK.jsonl",
         )
-    return sorted(joined, key=lambda one: (one.task, one.filter, one.metric)), sorted(notes)
+    return sorted(joined, key=lambda one: (one.task, one.filter, one.metric)), left
+
+
+def _join_filter(
+    task: str, name: str, a: Sequence[Log], b: Sequence[Log], keys: Sequence[tuple[int, str]]
+) -> tuple[list[Joined], list[LeftOut]]:
+    """Its metrics. Where none of them can be compared, whatever the reason, the task was not judged."""
+    found, left = [], []
+    answers = [log.answers[key] for log in (*a, *b) for key in keys]
+    for metric in sorted({metric for answer in answers for metric in (*answer.scores, *answer.others)}):
+        of, odd = _questions(metric, a, b, keys)
+        if of:
+            found.append(_join(task, name, metric, a, b, of))
+        if odd is not None:
+            left.append(LeftOut(f"{task} ({name}), {printable(metric, 60)}: {odd.words}", odd.counts))
+    if not found:
+        left = [replace(one, counts=True) for one in left] or [LeftOut(f"{task} ({name}): no answer has a metric")]
+    return found, left
+
+
+def _questions(
+    metric: str, a: Sequence[Log], b: Sequence[Log], keys: Sequence[tuple[int, str]]
+) -> tuple[list[tuple[int, str]], LeftOut | None]:
+    """Those that the metric can be compared on, and why it is not on all of them. What is odd on both sides alike says
+    nothing of B; what is odd on one may be what B lost."""
+    logs = (*a, *b)
+    has = [any(metric in answer.scores or metric in answer.others for answer in _of(log, keys)) for log in logs]
+    sides = [any(has[: len(a)]), any(has[len(a) :])]
+    if not all(sides):
+        return [], LeftOut(f"only {'A' if sides[0] else 'B'} has it")
+    if not all(has):
+        return [], LeftOut("not every run has it")
+    if not any(metric in answer.scores for log in logs for answer in _of(log, keys)):
+        return [], LeftOut("no answer has a number for it", counts=False)
+    if any(metric in answer.others for log in logs for answer in _of(log, keys)):
+        return [], LeftOut("not every answer has a number for it")
+    scores = [
+        {
+            key: answer.scores[metric]
+            for key, answer in zip(keys, _of(log, keys), strict=True)
+            if answer.scores.get(metric, NOT_OF_THIS_QUESTION) != NOT_OF_THIS_QUESTION
+        }
+        for log in logs
+    ]
+    beyond = [any(not 0 <= score <= 1 for score in found.values()) for found in scores]
+    sides = [any(beyond[: len(a)]), any(beyond[len(a) :])]
+    if all(sides):
+        return [], LeftOut("its scores are not from 0 to 1", counts=False)
+    if any(sides):
+        return [], LeftOut(f"its scores are not from 0 to 1, those of {'A' if sides[0] else 'B'} alone")
+    if any(found.keys() != scores[0].keys() for found in scores):
+        return [], LeftOut("A and B, or their runs, have it at different questions")
+    if not scores[0]:
+        return [], LeftOut("no question has it", counts=False)
+    if len(scores[0]) < len(keys):
+        return list(scores[0]), LeftOut(f"{len(scores[0]):,} of {len(keys):,} questions have it", counts=False)
+    return list(keys), None
+
+
+def _of(log: Log, keys: Sequence[tuple[int, str]]) -> Iterator[Answer]:
+    return (log.answers[key] for key in keys)
 
 
 def _join(
@@ -176,14 +253,14 @@ def _read(file: Path) -> Log:
 
 
 def _check_metrics(answers: Mapping[tuple[int, str], Answer], file: Path) -> None:
-    """A metric that one answer lacks would be one fewer to compare, without a word."""
-    first: dict[str, frozenset[str]] = {}
+    """A score that one answer lacks would be one fewer to compare, without a word."""
+    numbers: dict[str, set[str]] = {}
+    for (_, name), answer in answers.items():
+        numbers.setdefault(name, set()).update(answer.scores)
     for (question, name), answer in answers.items():
-        metrics = frozenset(answer.scores)
-        if (expected := first.setdefault(name, metrics)) != metrics:
-            odd = sorted(expected ^ metrics)[0]
+        if odd := sorted(numbers[name] & answer.others):
             raise KizamiError(
-                f"question {question} has other metrics that are numbers than the first one: {printable(odd, 60)}",
+                f"question {question} has no number for {printable(odd[0], 60)}, and others have one",
                 code="bad_samples",
                 file=file.name,
                 hint="an answer that was not scored is no answer: run it again",
@@ -212,8 +289,9 @@ def _answer(line: Mapping[str, Any], file: Path, number: int) -> tuple[tuple[int
     if not isinstance(metrics, list) or not all(isinstance(metric, str) for metric in metrics):
         raise _bad(file, number, "has no list of metrics")
     scores = {metric: value for metric in metrics if (value := _score(line.get(metric))) is not None}
-    if not scores or not all(map(isfinite, scores.values())):
-        raise _bad(file, number, "has no metric that is a finite number")
+    for metric, score in scores.items():
+        if not isfinite(score):
+            raise _bad(file, number, f"{printable(metric, 60)} is {score}, expected a finite number")
     return (question, name), Answer(tuple(map(str, hashes)), scores, frozenset(metrics) - scores.keys())
 
 
@@ -239,8 +317,8 @@ def _same_questions(a: Sequence[Log], b: Sequence[Log]) -> list[tuple[int, str]]
             odd = sorted(other.answers.keys() ^ first.answers.keys())
             counts = [len({doc for doc, _ in keys}) for keys in (_more(first, other), _more(other, first))]
             raise KizamiError(
-                f"{first.file} has {counts[0]:,} questions that {other.file} has not, and lacks {counts[1]:,} of its "
-                f"questions; the first of them is {odd[0][0]}",
+                f"{first.file} has {counts[0]:,} question{'s' * (counts[0] != 1)} that {other.file} has not, and lacks "
+                f"{counts[1]:,} of its questions; the first of them is {odd[0][0]}",
                 code="other_questions",
                 hint="compare runs with the same --limit and the same tasks",
             )
@@ -254,22 +332,3 @@ def _same_questions(a: Sequence[Log], b: Sequence[Log]) -> list[tuple[int, str]]
                         hint="the same task version, few-shot examples and chat template are needed on both sides",
                     )
     return sorted(first.answers)
-
-
-def _metrics(
-    a: Sequence[Log], b: Sequence[Log], keys: Sequence[tuple[int, str]]
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Those that both have, from 0 to 1, and why others are left out."""
-    sides = [set(logs[0].answers[keys[0]].scores) for logs in (a, b)]
-    no_numbers = {metric for log in (*a, *b) for key in keys for metric in log.answers[key].others}
-    found, odd = [], []
-    for metric in sorted(sides[0] | sides[1] | no_numbers):
-        if metric in no_numbers:
-            odd.append((metric, "not every answer has a number for it"))
-        elif not all(metric in log.answers[keys[0]].scores for log in (*a, *b)):
-            odd.append((metric, "not every run has it"))
-        elif not all(0 <= log.answers[key].scores[metric] <= 1 for log in (*a, *b) for key in keys):
-            odd.append((metric, "its scores are not from 0 to 1"))
-        else:
-            found.append(metric)
-    return found, odd

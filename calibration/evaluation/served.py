@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from kizami.calibration.evaluation.lm_eval_logs import Joined
+from kizami.calibration.evaluation.lm_eval_logs import Joined, LeftOut
 from kizami.calibration.evaluation.tool_calls import Conversation, Worth, worth
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.strict_json import parse_json_object
@@ -235,26 +235,28 @@ def _kept(message: Mapping[str, Any]) -> dict[str, Any]:
 MEASURES = ("valid", "right")
 
 
-def joined(a: Replay, b: Replay) -> tuple[list[Joined], list[str]]:
-    """Conversations as questions: valid and right in every turn; and notes. One that a server gave no answer to, with
-    an error or none, says nothing of its model, and is left out of both. KizamiError "no_answer" if none is left."""
-    left = [at for at in range(len(a.worths)) if at not in a.unanswered and at not in b.unanswered]
-    notes = [
-        f"{len(side.unanswered):,} of {len(side.worths):,} conversations that {name} did not answer; the first: "
-        f"{printable(next(iter(side.unanswered.values())), 200)}"
+def joined(a: Replay, b: Replay) -> tuple[list[Joined], list[LeftOut]]:
+    """Conversations as questions: valid and right in every turn; and what is left out of both: one that a server gave
+    no answer to, with an error or none, says nothing of its model. KizamiError "no_answer" if none is left."""
+    answered = [at for at in range(len(a.worths)) if at not in a.unanswered and at not in b.unanswered]
+    left_out = [
+        LeftOut(
+            f"{len(side.unanswered):,} of {len(side.worths):,} conversations that {name} did not answer; the first: "
+            f"{printable(next(iter(side.unanswered.values())), 200)}"
+        )
         for name, side in (("A", a), ("B", b))
         if side.unanswered
     ]
-    if not left:
-        raise KizamiError(f"no conversation was answered by both: {notes[0]}", code="no_answer")
+    if not answered:
+        raise KizamiError(f"no conversation was answered by both: {left_out[0].words}", code="no_answer")
     return [
-        Joined("tool calls", "none", measure, _scores(a, measure, left), _scores(b, measure, left))
+        Joined("tool calls", "none", measure, _scores(a, measure, answered), _scores(b, measure, answered))
         for measure in MEASURES
-    ], notes
+    ], left_out
 
 
-def _scores(found: Replay, measure: str, left: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    return tuple((float(all(getattr(one, measure) for one in found.worths[at])),) for at in left)
+def _scores(found: Replay, measure: str, answered: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    return tuple((float(all(getattr(one, measure) for one in found.worths[at])),) for at in answered)
 
 
 @dataclass(frozen=True, slots=True)
