@@ -15,7 +15,8 @@ TWO_SIDED, ONE_SIDED = _NORMAL.inv_cdf(0.975), _NORMAL.inv_cdf(0.95)  # 95 %
 POWER = _NORMAL.inv_cdf(0.8)
 FEWEST = 6  # answers lost and none won, of which McNemar's test is below 5 %
 MANY_QUESTIONS = 20
-WALDS_QUESTIONS = 100  # below, Wald's 95 % interval misses the true drop in up to 10 % of runs (36 % with sides all one way)
+# With fewer, Wald's 95 % interval misses the true drop in up to 10 % of runs (36 % with sides all one way)
+WALDS_QUESTIONS = 100
 MANY = 100_000  # degrees of freedom: t is the normal distribution to 1e-5
 
 
@@ -59,8 +60,8 @@ class Paired:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the drop, two-sided, 95 %: Wald's, neither end nearer than a one-sided bound; of few questions, or few that
-        changed sides, as far as one of 97.5 %."""
+        """Of the drop, two-sided, 95 %: Wald's, neither end nearer than a one-sided bound; of few questions, or few
+        that changed sides, as far as one of 97.5 %."""
         return -self._turned._upper_end, self._upper_end
 
     @property
@@ -87,7 +88,7 @@ class Paired:
     def _bound(self, z: float, tail: float) -> float:
         """Of the drop, above; z: the normal quantile of `tail`."""
         found = max(self.drop + z * self.standard_error, self._score_bound(z))
-        if self.discordant < FEWEST:  # both would exclude a true drop too often there; lost answers alone bound it from above
+        if self.discordant < FEWEST:  # both exclude a true drop too often there; lost answers alone bound it from above
             found = max(found, _largest_share(self.lost, self.n, tail))
         return min(found, 1.0)
 
