@@ -1,9 +1,7 @@
 """Writing files that are whole or absent: one safetensors shard in a stream, or a few bytes at once."""
 
 import errno
-import hashlib
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,13 +10,14 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from zlib_ng import zlib_ng
 
+from kizami.formats.block_stream import BlockStream
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error
 from kizami.formats.header import encode_header
 from kizami.formats.tensors import DTYPE_BITS, TensorSpec
 
-FLUSH_BYTES = 16 << 20
 PT_METADATA: Mapping[str, str] = {"format": "pt"}  # transformers refuses a file without it
 
 
@@ -47,7 +46,7 @@ def aligned_order(units: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ..
 
 
 class AtomicFile:
-    """A file that appears under its name only when complete; `written` bytes and their SHA-256 are kept.
+    """A file that appears under its name only when complete.
 
     The temporary is `.<name>.tmp` in the same folder; one that a killed run has left is replaced. OSError in any method
     removes the temporary and becomes KizamiError "io_error" with the system's text. A context manager that aborts
@@ -56,9 +55,6 @@ class AtomicFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.written = 0
-        self._flushed = 0  # bytes whose way to the disk has been started
-        self._hash = hashlib.sha256()
         self._temp = path.with_name(f".{path.name}.tmp")
         self._ended = False  # nothing is left to remove
         self._fd: int | None = None
@@ -68,6 +64,7 @@ class AtomicFile:
             self._fd = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as e:
             raise io_error("cannot create", e, path.name) from e
+        self._stream = BlockStream(self._fd)
 
     def __enter__(self) -> "AtomicFile":
         return self
@@ -77,31 +74,26 @@ class AtomicFile:
     ) -> None:
         self.abort()
 
+    @property
+    def written(self) -> int:
+        return self._stream.appended
+
     def write(self, data: bytes | memoryview) -> None:
-        """Appends `data` (bytes, or a memoryview of format "B")."""
+        """Appends `data` (bytes, or a memoryview of format "B"). What becomes of it on the disk may be raised later, at
+        the latest by `commit`."""
         assert self._fd is not None, "written after the end"
-        view = memoryview(data)
-        self._hash.update(view)
         try:
-            while view:
-                done = os.write(self._fd, view)
-                self.written += done
-                view = view[done:]
-            if self.written - self._flushed >= FLUSH_BYTES:
-                self._start_flush(self._fd)
+            self._stream.append(data)
         except OSError as e:
             raise self._failed("cannot write", e) from e
-
-    def _start_flush(self, fd: int) -> None:
-        """Lets the disk begin now, so that `commit` has little left to wait for. On Linux this advice starts writing
-        (mm/fadvise.c) and drops the pages that are clean: the output is not read again soon."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, self._flushed, self.written - self._flushed, os.POSIX_FADV_DONTNEED)
-        self._flushed = self.written
 
     def commit(self) -> str:
         """Makes the file durable, then visible under its name (an older one is replaced). Returns the SHA-256."""
         assert self._fd is not None, "committed after the end"
+        try:
+            sha256 = self._stream.end()
+        except OSError as e:
+            raise self._failed("cannot write", e) from e
         try:
             os.fsync(self._fd)
             fd, self._fd = self._fd, None
@@ -111,7 +103,7 @@ class AtomicFile:
             fsync_folder(self.path.parent)
         except OSError as e:
             raise self._failed("cannot finish", e) from e
-        return self._hash.hexdigest()
+        return sha256
 
     def abort(self) -> None:
         """Removes the temporary. Does nothing after a commit or an abort."""
@@ -120,10 +112,11 @@ class AtomicFile:
 
     def _failed(self, doing: str, error: OSError) -> KizamiError:
         self._discard()
-        return io_error(f"{doing} after {self.written} bytes", error, self.path.name)
+        return io_error(f"{doing} after {self._stream.stored} bytes", error, self.path.name)
 
     def _discard(self) -> None:
         fd, self._fd, self._ended = self._fd, None, True
+        self._stream.stop()
         with suppress(OSError):  # the error that led here is the one to tell
             if fd is not None:
                 os.close(fd)
@@ -217,7 +210,7 @@ class ShardWriter:
         if not view.nbytes:
             return
         self._left[name] -= view.nbytes
-        self._crc32[name] = zlib.crc32(view, self._crc32[name])
+        self._crc32[name] = zlib_ng.crc32(view, self._crc32[name])
         if self._specs[self._due].name != name:
             self._held.setdefault(name, []).append(bytes(view))
             return

@@ -193,15 +193,19 @@ def test_a_full_disk_is_told_in_the_systems_words_and_leaves_no_file(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    monkeypatch.setattr(os, "write", full)
     with ShardWriter(path, SPECS) as writer:
-        monkeypatch.setattr(os, "write", full)
+        writer.append("a", A)
+        writer.append("b", B)
         with pytest.raises(KizamiError) as caught:
-            writer.append("a", A)
+            writer.finish()
         refusal_of_the_system(caught.value, "No space left on device")
         assert "make room" in str(caught.value.hint)
         assert os.listdir(path.parent) == []
-    with pytest.raises(KizamiError):  # the header is the first write
-        ShardWriter(path, SPECS)
+    half = np.zeros(32 << 20, np.uint8)
+    spec = TensorSpec("w", "U8", (2 * half.size,))
+    with ShardWriter(path, (spec,)) as writer, pytest.raises(KizamiError):  # of much data not only at the end
+        writer.append("w", half)
     assert os.listdir(path.parent) == []
 
 
