@@ -66,6 +66,7 @@ def evaluate(
     threshold is not met.
     """
     from kizami.calibration.evaluation.batteries import Battery, tasks_of
+    from kizami.calibration.evaluation.hiding import without_login
     from kizami.calibration.evaluation.served import Asking
     from kizami.cli.evaluate_checkpoints import Caches, Machine, Texts, on_text
     from kizami.cli.evaluate_servers import on_batteries, on_servers
@@ -81,11 +82,13 @@ def evaluate(
         _check_asked(context, lm_eval=bool(battery or task))
     for other in b:
         if (theirs := _kind(other)) != kind:
-            raise KizamiError(f"A is of {kind}, and {printable(other, 100)} of {theirs}", code="usage")
+            shown = printable(without_login(other), 100)
+            raise KizamiError(f"A is of {kind}, and {shown} of {theirs}", code="usage")
         if other == CONTROL:
             raise KizamiError(f"{CONTROL} is what A is called a second time", code="usage", hint=f"write ./{CONTROL}")
-    read = (*(data or []), *(kv_scales or []), noise, requests, task_folder, *map(Path, b))
-    target = None if output is None else Target.checked(output, Path(a), *read)
+    read = (*(data or []), *(kv_scales or []), noise, requests, task_folder)
+    _refuse_logins(*read, tokenizer)
+    target = None if output is None else Target.checked(output, Path(a), *read, *map(Path, b))
     limit = MARGIN if margin is None else margin
     if kind == ANSWERS:
         body = _on_answers(a, b, noise, limit)
@@ -138,17 +141,19 @@ CONFIG = "config.json"
 
 
 def _kind(a: str) -> str:
+    from kizami.calibration.evaluation.hiding import without_login
     from kizami.calibration.evaluation.lm_eval_logs import is_log
     from kizami.formats.hub.cache import hub_id
 
-    if a.startswith(("http://", "https://")):
+    if a.lower().startswith(("http://", "https://")):
         return SERVERS
     if is_log(path := Path(a)):
         return ANSWERS
     if hub_id(a) is not None:  # in the user's cache
         return TEXT
     if not path.exists():
-        raise KizamiError("does not exist", code="missing_file", file=a, hint="a checkpoint, lm-eval's logs, or a URL")
+        hint = "a checkpoint, lm-eval's logs, or a URL"
+        raise KizamiError("does not exist", code="missing_file", file=without_login(a), hint=hint)
     if path.is_dir() and not (path / CONFIG).exists():
         raise KizamiError(
             f"has neither {CONFIG}, as a checkpoint has, nor samples_TASK_DATE.jsonl, as lm-eval's logs have",
@@ -156,6 +161,16 @@ def _kind(a: str) -> str:
             file=a,
         )
     return TEXT
+
+
+def _refuse_logins(*given: Path | str | None) -> None:
+    """KizamiError "missing_file" for a URL with a name or a password where a file is meant: whoever looked for it would
+    print it."""
+    from kizami.calibration.evaluation.hiding import without_login
+
+    for name in (str(one) for one in given if one is not None):
+        if (shown := without_login(name)) != name and not Path(name).exists():
+            raise KizamiError("is no file", code="missing_file", file=shown, hint="name a file or folder here")
 
 
 def _check_kind(context: typer.Context, kind: str) -> None:

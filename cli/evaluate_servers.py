@@ -44,7 +44,7 @@ def on_servers(
     with ExitStack() as stack:
         servers = {url: stack.enter_context(Server(url, asking)) for url in dict.fromkeys(url for _, url in named)}
         for name, url in named:
-            ui.progress(f"{name}: {servers[url].model}, {counted(len(conversations), 'conversation')}")
+            ui.progress(f"{name}: {servers[url].shown_model}, {counted(len(conversations), 'conversation')}")
             found.append((name, replay(servers[url], conversations, asking)))
     (_, reference), *rest = found
     compared = []
@@ -89,7 +89,7 @@ def on_batteries(
     ]
     for name, url, folder in named:
         with Server(url, asking) as server:
-            ui.progress(f"{name}: {server.model}, {', '.join(battery.tasks)}")
+            ui.progress(f"{name}: {server.shown_model}, {', '.join(battery.tasks)}")
             run(url, server.model, battery, logs / folder)
     reference = read_logs(logs / "a")
     compared = []

@@ -16,6 +16,7 @@ def serving(answer: Answer, model: str = "tiny") -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # keeps connections
+        disable_nagle_algorithm = True  # which would hold the body back for 40 ms
 
         def do_GET(self) -> None:
             self._send(200, {}, {"data": [{"id": model}]})
@@ -83,7 +84,7 @@ def raw(data: bytes, headers: Mapping[str, str] | None = None) -> Iterator[str]:
 @contextmanager
 def _running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # seconds until it sees its end
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1"

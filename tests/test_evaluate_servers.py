@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,13 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("jsonschema")
 
-from chat_server import call, raw, say, serving
+from chat_server import call, say, serving
 from cli_fixtures import Run
+from conversation_fixtures import ASK, ONE, PARIS, RESULT, TWO, WEATHER, line
 
-from kizami.calibration.evaluation import served as served_module
 from kizami.calibration.evaluation.served import Asking, Server, by_turn, finish_reasons, joined, replay
 from kizami.calibration.evaluation.tool_calls import Conversation, Expected, Turn, read_conversations, worth
 from kizami.formats.errors import KizamiError
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-ASK, RESULT = {"role": "user", "content": "?"}, {"role": "tool", "content": "21"}
-PARIS = Expected("weather", {"city": "Paris"})
-ONE = Conversation("one", (WEATHER,), (Turn((ASK,), (PARIS,)),))
-TWO = Conversation("two", (WEATHER,), (Turn((ASK,), (PARIS,)), Turn((RESULT, ASK), ())))
-
-
-def line(conversation: Conversation) -> str:
-    turns = [
-        {"messages": turn.messages, "calls": [{"name": c.name, "arguments": c.arguments} for c in turn.calls]}
-        for turn in conversation.turns
-    ]
-    return json.dumps({"id": conversation.id, "tools": conversation.tools, "turns": turns})
-
 
 # ----------------------------------------------------------------------------------------------- what answers are worth
 
@@ -237,80 +215,6 @@ def test_errors_add_up_over_turns() -> None:
     assert valid.a == ((1.0,), (0.0,), (1.0,))
 
 
-def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(served_module.time, "sleep", waited.append)
-    answers = iter([(429, {"Retry-After": "3"}), (503, {}), say("hello")])
-    with serving(lambda body: next(answers)) as url, Server(url, Asking()) as server:
-        assert server.chat([ASK], [WEATHER])[1]["content"] == "hello"
-    assert waited == [3.0, 2.0]
-
-
-def test_a_conversation_without_an_answer_is_left_out_of_both_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a server refuses, a prompt that is too long for it, says nothing of its model."""
-    monkeypatch.setattr(served_module.time, "sleep", lambda seconds: None)
-
-    def answer(body: Mapping[str, Any]) -> Any:
-        return (400, {}) if "long" in body["messages"][0]["content"] else say("fine")
-
-    long = Conversation("long", (WEATHER,), (Turn(({"role": "user", "content": "long"},), ()), Turn((ASK,), ())))
-    with serving(answer) as url, Server(url, Asking()) as server:
-        found = replay(server, [TWO, long], Asking())
-        assert [one.valid for one in found.worths[1]] == [False, False]
-        assert [one.valid for one in found.worths[0]] == [True, True]
-        (valid, _), left_out = joined(found, found)
-        assert valid.a == ((1.0,),)
-        assert [(one.words[:46], one.counts) for one in left_out] == [
-            ("1 of 2 conversations that A did not answer; th", True),
-            ("1 of 2 conversations that B did not answer; th", True),
-        ]
-        other = replace(found, unanswered={0: "gone"})
-        with pytest.raises(KizamiError, match="no conversation was answered by both"):
-            joined(found, other)
-        with pytest.raises(KizamiError, match="no conversation was answered: the server gave HTTP 400"):
-            replay(server, [long], Asking())
-
-
-def test_odd_answers_do_not_stop_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(served_module.time, "sleep", waited.append)
-    odd = [
-        {"finish_reason": "stop", "message": {"content": float("nan")}},
-        {"finish_reason": "stop", "message": {"content": "x", "tool_calls": [{"id": float("inf")}]}},
-        {"finish_reason": {"a": 1}, "message": {"content": [1, 2]}},
-        (429, {"Retry-After": "nan"}),
-        say("fine"),
-        say("fine"),
-        say("fine"),
-        say("fine"),
-    ]
-    answers = iter(odd)
-    with serving(lambda body: next(answers)) as url, Server(url, Asking(concurrency=1)) as server:
-        found = replay(server, [TWO, TWO, TWO], Asking(concurrency=1))
-    assert [one.finish for worths in found.worths for one in worths][:3] == ["stop", "stop", "another word"]
-    assert waited == [1.0]
-
-
-def test_what_is_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_module.time, "sleep", lambda seconds: None)
-    with pytest.raises(KizamiError, match="no answer after 5 tries: ConnectError"):
-        Server("http://127.0.0.1:9/v1", Asking())
-    for url in ("http://[::1", "http://", "ftp://127.0.0.1/v1"):
-        with pytest.raises(KizamiError, match="is no URL"):
-            Server(url, Asking())
-    for model in ("\ud800", "x" * 10):
-        with serving(lambda body: say("fine"), model) as url:
-            if model == "x" * 10:
-                assert Server(url, Asking()).model == model
-            else:
-                with pytest.raises(KizamiError) as refused:
-                    Server(url, Asking())
-                assert refused.value.code == "bad_answer"
-    monkeypatch.setenv("OPENAI_API_KEY", "schlüssel")
-    with pytest.raises(KizamiError, match="characters that no header can have"):
-        Server("http://127.0.0.1:9/v1", Asking())
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -345,27 +249,6 @@ def test_a_and_b_are_of_one_kind(kizami: Run, tmp_path: Path) -> None:
     done = kizami("evaluate", "http://127.0.0.1:9/v1", tmp_path, "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "usage")
     assert "A is of servers" in done.json["error"]["message"]
-
-
-def test_the_key_is_sent_and_never_shown(kizami: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    seen = []
-
-    def answer(body: Mapping[str, Any]) -> Mapping[str, Any]:
-        seen.append(body["authorization"])
-        return say("fine")
-
-    (tmp_path / "r.jsonl").write_text(line(ONE))
-    with serving(answer) as url:
-        done = kizami("evaluate", url, url, "--requests", tmp_path / "r.jsonl", "--json")
-    assert done.code == 0, done.err
-    with serving(lambda body: say("x") | {"finish_reason": body["authorization"]}) as url:
-        echoed = kizami("evaluate", url, url, "--requests", tmp_path / "r.jsonl")
-    with serving(lambda body: (400, {}), "sk-secret") as url:
-        refused = kizami("evaluate", url, url, "--requests", tmp_path / "r.jsonl")
-    assert "sk-secret" not in echoed.out + echoed.err + refused.out + refused.err
-    assert set(seen) == {"Bearer sk-secret"}
-    assert "sk-secret" not in done.out + done.err
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -419,30 +302,6 @@ def test_arguments_that_are_no_json_are_not_valid(arguments: str) -> None:
     body = {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]}
     found = worth(ONE, ONE.turns[0], "tool_calls", body)
     assert (found.called, found.parsed, found.valid, found.right) == (True, False, False, False)
-
-
-def test_a_key_that_the_server_sends_back_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-SECRET-123456")
-    with raw(b'{"sk-SECRET-123456": 1, "sk-SECRET-123456": 2}') as url, pytest.raises(KizamiError) as refused:
-        Server(url, Asking())
-    assert "twice" in refused.value.message
-    assert "SECRET" not in str(refused.value)
-
-
-def test_a_password_in_a_url_is_refused_and_not_shown() -> None:
-    with pytest.raises(KizamiError, match="a URL with a name or a password in it") as refused:
-        Server("http://me:PASSWORD@127.0.0.1:9/v1", Asking())
-    assert "PASSWORD" not in str(refused.value)
-
-
-def test_an_answer_that_unpacks_to_gigabytes_is_not_unpacked() -> None:
-    import gzip
-
-    packed = gzip.compress(b" " * (80 << 20))
-    with raw(packed, {"Content-Encoding": "gzip"}) as url, pytest.raises(KizamiError, match="a packed answer"):
-        Server(url, Asking())
-    with raw(b" " * ((64 << 20) + 1)) as url, pytest.raises(KizamiError, match="more than 67,108,864 bytes"):
-        Server(url, Asking())
 
 
 def test_warnings_and_the_ends_of_as_answers_are_said_in_words(kizami: Run) -> None:

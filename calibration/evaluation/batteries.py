@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kizami.calibration.evaluation.hiding import api_key, without_key
 from kizami.formats.errors import KizamiError, printable
 
 # Tasks of lm-eval 0.4.13. Knowledge hardly sees what INT4 costs; the others are what people ask about.
@@ -52,7 +53,8 @@ def command(url: str, model: str, battery: Battery, out: Path) -> list[str]:
     """lm-eval's own command line. KizamiError "bad_option" for what it could not be told."""
     for value in (url, model, battery.tokenizer or ""):
         if set(value) & set(",= \n"):  # lm-eval splits its arguments there, and names come from servers
-            raise KizamiError(f"{printable(value, 100)} has a comma, = or space in it", code="bad_option")
+            shown = printable(without_key(value, api_key()), 100)
+            raise KizamiError(f"{shown} has a comma, = or space in it", code="bad_option")
     arguments = {
         "model": model,
         "base_url": f"{url.rstrip('/')}/completions",
@@ -83,8 +85,9 @@ def run(url: str, model: str, battery: Battery, out: Path) -> None:
     done = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [""]
+        said, by_hand = (without_key(text, api_key()) for text in (last[0], " ".join(words)))
         raise KizamiError(
-            f"lm-eval ended with {done.returncode}: {printable(last[0], 300)}",
+            f"lm-eval ended with {done.returncode}: {printable(said, 300)}",
             code="lm_eval_failed",
-            hint="run it by hand: " + printable(" ".join(words), 600),
+            hint="run it by hand: " + printable(by_hand, 600),
         )

@@ -1,14 +1,15 @@
 """Two OpenAI-compatible servers asked the same: the client, and the replay of conversations with tools."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
+from kizami.calibration.evaluation.hiding import KEY, api_key, without_key, without_login
 from kizami.calibration.evaluation.lm_eval_logs import Joined, LeftOut
 from kizami.calibration.evaluation.tool_calls import Conversation, Worth, worth
 from kizami.formats.errors import KizamiError, printable
@@ -17,7 +18,11 @@ from kizami.formats.strict_json import parse_json_object
 RETRIES = 5
 MOST_WAIT = 60.0  # seconds, whatever Retry-After says
 MOST_BYTES = 64 << 20  # of an answer
-KEY = "OPENAI_API_KEY"
+MOST_SEARCHED = 1 << 20  # bytes of an error, of which 200 characters are shown
+FEWEST_SILENT = 3  # conversations
+# Of Content-Encoding: others say nothing of the bytes (identity, and what a server makes up, a charset for one)
+PACKINGS = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress"})
+NO_ANSWER = "no_answer"  # the code of an error, which is spelled out where it is raised
 NO_RESULT = "{}"
 UNANSWERED = Worth("no answer", answered=False, called=False, parsed=False, fits=False, right=False)
 
@@ -34,18 +39,24 @@ class Asking:
 
 
 class Server:
-    """An endpoint, by its base URL (`http://127.0.0.1:8000/v1`). A context manager."""
+    """An endpoint, by its base URL (`http://127.0.0.1:8000/v1`). A context manager. model: as the server gave it, which
+    it is asked by; to be printed there is `shown_model`."""
 
     def __init__(self, url: str, asking: Asking) -> None:
         import httpx
 
-        self.url, key = url.rstrip("/"), os.environ.get(KEY)
+        self.url, key = url.rstrip("/"), api_key()
         _check(url, key)
         headers = {"Accept-Encoding": "identity"}  # a few kB could unpack to gigabytes
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=asking.timeout, follow_redirects=False)
         self._asking, self._key = asking, key
         self.model = asking.model or self._first_model()
+
+    @property
+    def shown_model(self) -> str:
+        """A server may call it by the key that it was sent."""
+        return printable(self._hidden(self.model), 100)
 
     def __enter__(self) -> "Server":
         return self
@@ -80,7 +91,7 @@ class Server:
         first = found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
         if not isinstance(first.get("id"), str):
             raise self._bad("no model in /models")
-        return self._hidden(str(first["id"]))
+        return str(first["id"])
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """Asks again after 429 and 5xx, as Retry-After says, and after a broken connection."""
@@ -99,17 +110,18 @@ class Server:
                     return self._object(content)
                 said, wait = f"HTTP {status}", _wait(header, attempt)
                 if status != 429 and status < 500:
-                    text = content.decode("utf-8", "replace")
+                    text = content[:MOST_SEARCHED].decode("utf-8", "replace")
                     raise self._bad(f"{said}: {printable(self._hidden(text), 200)}")
             if attempt + 1 < RETRIES:
-                time.sleep(min(wait, MOST_WAIT))
+                time.sleep(wait)
         raise KizamiError(f"no answer after {RETRIES} tries: {said}", code="no_answer", file=self.url + path)
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, str | None, bytes]:
         """Status, Retry-After and content of one answer, as it came."""
         content = bytearray()
         with self._client.stream(method, self.url + path, json=body) as answer:
-            if answer.headers.get("content-encoding", "identity") != "identity":
+            packings = answer.headers.get("content-encoding", "").lower().split(",")
+            if not PACKINGS.isdisjoint(map(str.strip, packings)):
                 raise self._bad("a packed answer, and was asked for a plain one")
             for part in answer.iter_raw():
                 content += part
@@ -120,14 +132,14 @@ class Server:
     def _object(self, content: bytes) -> dict[str, Any]:
         try:
             return parse_json_object(content, self.url, what="answer")
-        except KizamiError as e:  # which quotes what it found
-            raise KizamiError(self._hidden(e.message), code="bad_answer", file=self.url) from None
+        except KizamiError as e:  # which quotes what it found, cut short, maybe in the middle of the key
+            text = content.decode("utf-8", "replace")
+            why = e.message if self._hidden(text) == text else "the answer cannot be read, and has the API key in it"
+            raise KizamiError(why, code="bad_answer", file=self.url) from None
 
     def _hidden(self, text: str) -> str:
         """A server may say what it was sent."""
-        for word in {self._key, json.dumps(self._key)[1:-1]} if self._key else ():
-            text = text.replace(word, "...")
-        return text
+        return without_key(text, self._key)
 
     def _bad(self, what: str) -> KizamiError:
         return KizamiError(f"the server gave {what}", code="bad_answer", file=self.url)
@@ -140,11 +152,14 @@ def _check(url: str, key: str | None) -> None:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, UnicodeError) as e:
-        raise KizamiError(f"{printable(url, 100)} is no URL: {e}", code="bad_option") from e
+        why = f": {e}" if "@" not in url else ""  # it quotes what it takes for a port, which may be a password
+        raise KizamiError(f"{printable(without_login(url), 100)} is no URL{why}", code="bad_option") from None
     if parsed.userinfo:  # it would be in every report
         raise KizamiError("a URL with a name or a password in it", code="bad_option", hint=f"a key goes into {KEY}")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise KizamiError(f"{printable(url, 100)} is no URL of a server, such as http://HOST/v1", code="bad_option")
+        raise KizamiError(
+            f"{printable(without_login(url), 100)} is no URL of a server, such as http://HOST/v1", code="bad_option"
+        )
     if key is not None and not (key.isascii() and key.isprintable()):
         raise KizamiError(f"{KEY} has characters that no header can have", code="bad_option")
 
@@ -154,7 +169,7 @@ def _wait(header: str | None, attempt: int) -> float:
         seconds = float(header or "")
     except ValueError:  # none, or a date
         seconds = -1.0
-    return seconds if 0 <= seconds < MOST_WAIT else 2.0**attempt
+    return min(seconds, MOST_WAIT) if seconds >= 0 else 2.0**attempt
 
 
 # -------------------------------------------------------------------------------------------------------------- replay
@@ -162,11 +177,13 @@ def _wait(header: str | None, attempt: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """worths: of each conversation, one for each turn. unanswered: why the server gave no answer, by conversation."""
+    """worths: of each conversation, one for each turn; none of those not asked. unanswered: why the server gave no
+    answer, by conversation. not_asked: those left when it had stopped answering."""
 
     conversations: tuple[Conversation, ...]
     worths: tuple[tuple[Worth, ...], ...]
     unanswered: Mapping[int, str]
+    not_asked: frozenset[int] = frozenset()
 
 
 def replay(
@@ -175,19 +192,55 @@ def replay(
     asking: Asking,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> Replay:
-    """Every conversation to its end, whatever the answers are; several at once."""
+    """Every conversation to its end, whatever the answers are; several at once. A server that has not answered several
+    in a row is not asked for the others: each would take RETRIES times its timeout. KizamiError "no_answer",
+    "bad_answer" where none was answered."""
     worths: list[tuple[Worth, ...]] = []
     errors: dict[int, KizamiError] = {}
+    not_asked: set[int] = set()
+    silence = _Silence(max(FEWEST_SILENT, 2 * asking.concurrency))
     with ThreadPoolExecutor(asking.concurrency) as pool:
-        for found, error in pool.map(lambda one: _conversation(server, one), conversations):
-            if error is not None:
+        for outcome in pool.map(lambda one: _asked(server, one, silence), conversations):
+            found, error = outcome if outcome is not None else ((), None)
+            if outcome is None:
+                not_asked.add(len(worths))
+            elif error is not None:
                 errors[len(worths)] = error
             worths.append(found)
             on_done(len(worths), len(conversations))
-    if len(errors) == len(conversations):
-        first = errors[0]
+    if len(errors) + len(not_asked) == len(conversations):
+        first = next(iter(errors.values()))
         raise KizamiError(f"no conversation was answered: {first.message}", code=first.code, file=server.url)
-    return Replay(tuple(conversations), tuple(worths), {at: e.message for at, e in errors.items()})
+    unanswered = {at: e.message for at, e in errors.items()}
+    return Replay(tuple(conversations), tuple(worths), unanswered, frozenset(not_asked))
+
+
+class _Silence:
+    """Conversations in a row, in the order in which they end, that a server did not answer at all. An error of its own
+    (a prompt too long for it) is an answer here."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._in_a_row, self._lock = most, 0, Lock()
+
+    @property
+    def is_over_most(self) -> bool:
+        return self._in_a_row >= self._most
+
+    def heard(self, error: KizamiError | None) -> None:
+        with self._lock:
+            if not self.is_over_most:  # who was asked before it went may still have its answer
+                self._in_a_row = self._in_a_row + 1 if error is not None and error.code == NO_ANSWER else 0
+
+
+def _asked(
+    server: Server, conversation: Conversation, silence: _Silence
+) -> tuple[tuple[Worth, ...], KizamiError | None] | None:
+    """None if not asked."""
+    if silence.is_over_most:
+        return None
+    found, error = _conversation(server, conversation)
+    silence.heard(error)
+    return found, error
 
 
 def _conversation(server: Server, conversation: Conversation) -> tuple[tuple[Worth, ...], KizamiError | None]:
@@ -238,21 +291,25 @@ MEASURES = ("valid", "right")
 def joined(a: Replay, b: Replay) -> tuple[list[Joined], list[LeftOut]]:
     """Conversations as questions: valid and right in every turn; and what is left out of both: one that a server gave
     no answer to, with an error or none, says nothing of its model. KizamiError "no_answer" if none is left."""
-    answered = [at for at in range(len(a.worths)) if at not in a.unanswered and at not in b.unanswered]
-    left_out = [
-        LeftOut(
-            f"{len(side.unanswered):,} of {len(side.worths):,} conversations that {name} did not answer; the first: "
-            f"{printable(next(iter(side.unanswered.values())), 200)}"
-        )
-        for name, side in (("A", a), ("B", b))
-        if side.unanswered
-    ]
+    silent = {*a.unanswered, *b.unanswered, *a.not_asked, *b.not_asked}
+    answered = [at for at in range(len(a.worths)) if at not in silent]
+    left_out = _left_out("A", a) + _left_out("B", b)
     if not answered:
         raise KizamiError(f"no conversation was answered by both: {left_out[0].words}", code="no_answer")
     return [
         Joined("tool calls", "none", measure, _scores(a, measure, answered), _scores(b, measure, answered))
         for measure in MEASURES
     ], left_out
+
+
+def _left_out(name: str, side: Replay) -> list[LeftOut]:
+    of, found = f"of {len(side.worths):,} conversations that {name}", []
+    if side.unanswered:
+        first = printable(next(iter(side.unanswered.values())), 200)
+        found.append(LeftOut(f"{len(side.unanswered):,} {of} did not answer; the first: {first}"))
+    if side.not_asked:
+        found.append(LeftOut(f"{len(side.not_asked):,} {of} was not asked, since it had stopped answering"))
+    return found
 
 
 def _scores(found: Replay, measure: str, answered: Sequence[int]) -> tuple[tuple[float, ...], ...]:
