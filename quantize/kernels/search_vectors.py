@@ -21,9 +21,9 @@ from kizami.quantize.kernels.vectors import (
     round_codes,
 )
 
-WIDTHS = (16, 16, 16)  # of the COUNT candidates: one AVX-512 and one AVX2 register of uint16
+WIDTHS = (32,)  # of the COUNT candidates: an AVX-512 register of uint16
 SATURATED = 0xFFFF
-INDEX_BITS = 6  # of a candidate
+INDEX_BITS = 6  # of a candidate, `weighted` has 64
 NEVER = 0x7FFFFFFF
 CODE_UNITS = 512.0  # 512 times an e4m3 value is an integer
 VALUE_QUANTUM = 2.0**18  # squared error in steps; 128 * (11 - 7)^2 of them stay below 2^31
