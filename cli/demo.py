@@ -66,7 +66,7 @@ def demo(
     ui.say("  kizami convert SRC OUT              the real thing; run it again to resume")
     ui.say("  kizami verify OUT --against SRC     the proof")
     compared = body["verify"]["checked"][COMPARED]
-    ui.result(f"demo done: {folder}, {compared:,} tensors equal to the source, 0 problems")
+    ui.result(f"demo done: {folder}, {compared:,} tensors held to the source, 0 problems")
 
 
 def refuse_used(folder: Path) -> None:

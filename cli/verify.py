@@ -205,8 +205,9 @@ def show_verify(ui: Ui, out: Path, found: "Verification", sampled_from: int | No
     if found.worst is not None and found.max_rel_error is not None:
         by = " (as the run recorded it)" if compared is None or sampled_from else ""
         ui.prose(f"worst tensor: {found.worst}, relative error {found.max_rel_error:.4f}{by}")
-    if found.ok:
-        ui.result(f"verified: {what_was_verified(compared, sampled_from, is_ours=found.files > 0)}")
+    if len(over) == len(found.problems):  # a limit is no proof, and none of it
+        above = f"; {counted(len(over), 'tensor')} above --max-rel-error" if over else ""
+        ui.result(f"verified: {what_was_verified(compared, sampled_from, is_ours=found.files > 0)}{above}")
     else:
         ui.result(f"NOT verified: {counted(len(found.problems), 'problem')}")
 
@@ -219,7 +220,7 @@ def what_was_verified(compared: int | None, sampled_from: int | None, *, is_ours
         return "files and structure are intact, 0 problems; weights were not compared (--against SRC does)"
     if sampled_from and compared < sampled_from:
         return f"a sample of {compared:,} of {sampled_from:,} tensors, 0 problems"
-    return f"{counted(compared, 'tensor')} equal to the source, 0 problems"
+    return f"{counted(compared, 'tensor')} held to the source, 0 problems"
 
 
 def _line(problem: "Problem") -> str:

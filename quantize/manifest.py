@@ -13,7 +13,7 @@ from kizami.formats.files import resolve_inside
 from kizami.formats.int4_layout import FORMATS
 from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.places import OUTPUT_MANIFEST
-from kizami.formats.run_log import canonical
+from kizami.formats.run_log import FOLDER, JOURNAL, canonical
 from kizami.formats.strict_json import dump_json, read_json_object
 from kizami.quantize.plan import KvMerge, Plan
 from kizami.quantize.settings import (
@@ -89,9 +89,17 @@ def self_hash(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(out: Path) -> dict[str, Any]:
-    """The manifest of a finished output. Raises KizamiError if there is none or a bit of it has changed."""
+    """The manifest of a finished output. KizamiError "unfinished", "no_manifest"; "bad_manifest" if a bit of it has
+    changed."""
     path = out / MANIFEST
     if not path.is_file():
+        if (out / FOLDER / JOURNAL).is_file():
+            raise KizamiError(
+                "holds an unfinished conversion",
+                code="unfinished",
+                file=out.name,
+                hint="run the same kizami convert again: it goes on where it stopped",
+            )
         raise KizamiError(
             "not found",
             code="no_manifest",

@@ -462,7 +462,7 @@ def test_demo_takes_the_tour(kizami: Run, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     for name in ("plan", "convert", "verify", "report"):
         assert f"$ kizami {name} " in done.out
-    assert "verified: 359 tensors equal to the source, 0 problems" in done.out
+    assert "verified: 359 tensors held to the source, 0 problems" in done.out
     assert kizami("verify", tmp_path / "demo" / "tiny-glm-int4").code == 0
     assert "PSF" in (tmp_path / "demo" / "README.md").read_text()
 

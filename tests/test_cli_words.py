@@ -22,12 +22,46 @@ def test_verify_says_what_was_compared(kizami: Run, tiny_checkpoint: Path, conve
     )
     assert "(as the run recorded it)" in bare.out
     whole = kizami("verify", converted, "--against", tiny_checkpoint)
-    assert whole.out.splitlines()[-1] == "verified: 73 tensors equal to the source, 0 problems"
+    assert whole.out.splitlines()[-1] == "verified: 73 tensors held to the source, 0 problems"
     assert "recorded" not in whole.out
     sample = kizami("verify", converted, "--against", tiny_checkpoint, "--sample", "10")
     assert sample.out.splitlines()[-1] == "verified: a sample of 11 of 73 tensors, 0 problems"
     as_json = kizami("verify", converted, "--against", tiny_checkpoint, "--sample", "10", "--json").json
     assert as_json["sampled_from"] == 73
+
+
+def test_a_limit_that_is_missed_does_not_make_a_proof_less(kizami: Run, tiny_checkpoint: Path, converted: Path) -> None:
+    done = kizami("verify", converted, "--against", tiny_checkpoint, "--max-rel-error", "0.0001")
+    assert done.code == 1
+    assert done.out.splitlines()[-1] == (
+        "verified: 73 tensors held to the source, 0 problems; 24 tensors above --max-rel-error"
+    )
+
+
+def test_an_unfinished_output_is_called_that(kizami: Run, converted: Path, tmp_path: Path) -> None:
+    partial = shutil.copytree(converted, tmp_path / "out.partial")
+    (partial / "kizami.json").unlink()
+    (partial / ".kizami").mkdir()
+    (partial / ".kizami" / "journal.jsonl").write_text("")
+    for words in (("verify", partial), ("report", partial), ("card", partial)):
+        done = kizami(*words, "--json")
+        assert (done.code, done.json["error"]["code"]) == (2, "unfinished"), words
+
+
+def test_verify_against_another_commit_names_both(
+    kizami: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = tmp_path / "hub" / "models--org--tiny"
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(tiny_checkpoint, repo / "snapshots" / commit)
+    (repo / "snapshots" / ("b" * 40) / "notes.txt").write_text("new")
+    out = tmp_path / "out"
+    assert kizami("convert", repo / "snapshots" / ("a" * 40), out, "-q").code == 0
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    done = kizami("verify", out, "--against", f"org/tiny@{'b' * 40}", "--json")
+    (problem,) = done.json["problems"]
+    assert problem["message"] == f"was made of org/tiny@{'a' * 40}, and the source here is org/tiny@{'b' * 40}"
+    assert kizami("verify", out, "--against", f"org/tiny@{'a' * 40}").code == 0
 
 
 def test_a_sample_of_nothing_is_a_usage_error(kizami: Run, converted: Path) -> None:
@@ -71,7 +105,7 @@ def test_a_finished_output_is_found_in_the_local_cache(tiny_checkpoint: Path, co
     (repo / "refs" / "main").write_text("b" * 40)
     env = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = process("verify", "org/int4", "--against", tiny_checkpoint, "-q", env=env)
-    assert (done.code, done.out) == (0, "verified: 73 tensors equal to the source, 0 problems\n")
+    assert (done.code, done.out) == (0, "verified: 73 tensors held to the source, 0 problems\n")
     assert process("report", "org/int4", "--json", env=env).json["packed_modules"] == 24
 
 

@@ -527,7 +527,7 @@ def test_the_commands_tell_of_the_scales(kizami: Run, source: Checkpoint, tmp_pa
     assert f"| KV-cache scales | {said} |" in (out / "README.md").read_text()
     assert {row["source_bytes"] for row in read_report(out) if row["action"] == "kv_scale"} == {0}
     held = kizami("verify", out, "--against", source.root, "--kv-scales", file)
-    assert (held.code, "64 tensors equal to the source" in held.out + held.err) == (0, True), held
+    assert (held.code, "64 tensors held to the source" in held.out + held.err) == (0, True), held
     other = write(scales_of(source, BY_HEAD), tmp_path / "other.json")
     assert kizami("verify", out, "--kv-scales", other).code == 1
 

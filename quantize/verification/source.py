@@ -77,7 +77,7 @@ def check_against(
         found.problems.append(Problem(e.code, e.message, e.file, e.tensor))
         return found
     contents = sample_contents(source)
-    found.problems += _other_source(plan, contents, manifest)
+    found.problems += [*_other_commit(source, manifest)] or [*_other_source(plan, contents, manifest)]
     if found.problems:
         return found
     found.problems += [
@@ -95,6 +95,13 @@ def check_against(
     if not found.problems:
         _compare(plan, out, source, Witness(statistics), rows, sample, workers, on_progress, found)
     return found
+
+
+def _other_commit(source: Checkpoint, manifest: dict[str, Any]) -> Iterator[Problem]:
+    made_of, now = manifest.get("origin"), hub_origin(source.root)
+    if isinstance(made_of, dict) and now is not None and now != (made_of["repo"], made_of["revision"]):
+        recorded = f"{made_of['repo']}@{made_of['revision']}"
+        yield Problem("other_source", f"was made of {recorded}, and the source here is {'@'.join(now)}", MANIFEST)
 
 
 def _other_source(plan: Plan, contents: dict[str, str], manifest: dict[str, Any]) -> Iterator[Problem]:
