@@ -8,7 +8,7 @@ from kizami.cli import calibrate_options as c
 from kizami.cli.calibrate import refuse_missing_packages, refusing_out_of_memory
 from kizami.cli.output import Ui
 from kizami.cli.stop import STOP
-from kizami.formats.errors import KizamiError
+from kizami.formats.errors import KizamiError, printable
 
 if TYPE_CHECKING:
     from kizami.calibration.data.tokens import TokenSet
@@ -62,8 +62,9 @@ def on_text(
     with refusing_out_of_memory(machine.max_memory, resumes=False):
         models = _open_models(a, others, caches, control=control)
         sets, twice = _read_sets(ui, models[0].checkpoint, texts)
-        body = _compared(ui, models, sets, machine)
-    body["warnings"] += twice
+        body = _compared(ui, models, sets, machine, caches)
+    body["tokens"]["repeated"] = list(twice)
+    body["warnings"] += [f"{path} has the bytes of {kept}: it is used once" for path, kept in twice.items()]
     if texts.data is None:
         body["tokens"]["built_in"] = True
         body["warnings"].append(BUILT_IN)
@@ -87,18 +88,26 @@ def _open_models(a: str, others: list[str], caches: Caches, *, control: bool) ->
 
 
 def _variants(checkpoint: "Checkpoint", caches: Caches) -> tuple["Variant", ...]:
-    from kizami.cli.kv_accuracy import read_variants
+    """The layouts, then one for each file. Paths of files of one name are not cut short: they tell two apart."""
+    from kizami.cli.kv_accuracy import read_variants, scaled_variant
     from kizami.formats.families import find_family
     from kizami.formats.serving.model import read_model
+    from kizami.quantize.kv_scales.scale_file import read_kv_scales
 
     if caches.layouts is None and caches.files is None:
         return ()
     served = read_model(checkpoint.config, find_family(checkpoint.config, checkpoint.tensors)[0])
-    return read_variants(checkpoint, served, caches.layouts or [], caches.files)
+    files = [*dict.fromkeys(caches.files or ())]
+    names = [file.name for file in files]
+    shown = [
+        printable(name if names.count(name) == 1 else str(file), 4096) for name, file in zip(names, files, strict=True)
+    ]
+    scaled = [scaled_variant(name, read_kv_scales(file, checkpoint)) for name, file in zip(shown, files, strict=True)]
+    return (*read_variants(checkpoint, served, caches.layouts or [], None), *scaled)
 
 
-def _read_sets(ui: Ui, checkpoint: "Checkpoint", texts: Texts) -> tuple[list[tuple[str, "TokenSet"]], list[str]]:
-    """A set of tokens for each file, which is a domain, and warnings."""
+def _read_sets(ui: Ui, checkpoint: "Checkpoint", texts: Texts) -> tuple[list[tuple[str, "TokenSet"]], dict[str, str]]:
+    """A set of tokens for each file, which is a domain; and those with the bytes of an earlier one, with its name."""
     from kizami.cli.calibrate import vocabulary_of
     from kizami.formats.families import find_family
     from kizami.formats.hub.cache import locate
@@ -115,18 +124,18 @@ def _read_sets(ui: Ui, checkpoint: "Checkpoint", texts: Texts) -> tuple[list[tup
     paths = texts.data or sample_files(opened)
     names = [path.name for path in paths]
     vocabulary = vocabulary_of(checkpoint)
-    warnings = []
+    twice = {}
     sets: dict[str, tuple[str, TokenSet]] = {}  # by the file's hash: twice the same would count twice
     for name, path in zip(names, paths, strict=True):
         tokens = read_tokens([path], opened, settings, vocabulary)
         kept = sets.setdefault(tokens.sources[0].sha256, (name if names.count(name) == 1 else str(path), tokens))
         if kept[1] is not tokens:
-            warnings.append(f"{path} has the bytes of {kept[0]}: it is used once")
-    return list(sets.values()), warnings
+            twice[str(path)] = kept[0]
+    return list(sets.values()), twice
 
 
 def _compared(
-    ui: Ui, models: list["Candidate"], sets: list[tuple[str, "TokenSet"]], machine: Machine
+    ui: Ui, models: list["Candidate"], sets: list[tuple[str, "TokenSet"]], machine: Machine, caches: Caches
 ) -> dict[str, Any]:
     from kizami.cli.evaluate_text import Watch, text_body
     from kizami.quantize.executor import available_cores
@@ -141,8 +150,18 @@ def _compared(
     joined = join_texts(sets)
     settings = Settings("none", machine.device, machine.dtype, machine.memory)
     found = evaluate_streamed(models[0], models[1:], joined, Options(machine.scratch, settings), Watch(ui))
-    identities = {name: _identity(one.checkpoint) for one in models[1:] for name in one.names}
-    return text_body(models[0].name, sets, joined, found, identities)
+    facts = [more for one in models[1:] for more in _facts(one, caches)]
+    return text_body(models[0].name, sets, joined, found, facts)
+
+
+def _facts(candidate: "Candidate", caches: Caches) -> list[dict[str, Any]]:
+    """Of each of its names, from which it is not to be told: a folder may have `, KV ` in its own."""
+    files = iter(dict.fromkeys(caches.files or ()))
+    common: dict[str, Any] = {"model": candidate.name, "identity": _identity(candidate.checkpoint)}
+    of_caches: list[dict[str, Any]] = [
+        {"cache": one.name, "scales": None if one.scales is None else str(next(files))} for one in candidate.variants
+    ]
+    return [common | more for more in ({"cache": None, "scales": None}, *of_caches)]
 
 
 def _identity(checkpoint: "Checkpoint") -> dict[str, str | None]:

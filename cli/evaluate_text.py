@@ -66,9 +66,9 @@ def text_body(
     sets: "Sequence[tuple[str, TokenSet]]",
     texts: "Texts",
     found: "Sequence[Compared]",
-    identities: Mapping[str, Body],
+    facts: Sequence[Body],
 ) -> Body:
-    """KL and NLL in nats, shares from 0 to 1. identities: which checkpoint each name is."""
+    """KL and NLL in nats, shares from 0 to 1. facts: of each of `found`, which checkpoint and cache its name is."""
     warnings = list(dict.fromkeys(warning for _, tokens in sets for warning in tokens.warnings))
     return {
         "kind": "text",
@@ -83,7 +83,7 @@ def text_body(
                 for name, tokens in sets
             ],
         },
-        "compared": [_compared(one, texts) | {"identity": identities[one.name]} for one in found],
+        "compared": [_compared(one, texts) | more for one, more in zip(found, facts, strict=True)],
         "notes": list(TEXT_NOTES),
         "warnings": warnings,
     }

@@ -1,17 +1,21 @@
 """What an evaluation says on a model card: its figures, with what they are of, and plainly what was not measured."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from kizami.formats.card_sections import last_heading, without_marked
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.model_card import NOT_EVALUATED, escape_markdown
+from kizami.formats.public_names import PublicNames
 
 SCHEMA = "kizami.evaluate/1"
 HEADING = "## Evaluation"
 BEGIN, END = "<!-- kizami: evaluation -->", "<!-- kizami: end of evaluation -->"
-_OWN = re.compile(rf"{re.escape(BEGIN)}\n.*?{re.escape(END)}\n\n?", re.DOTALL)
+MORE = "; the first: "  # behind it what a server said, which is not for everybody
+_SCALES = re.compile(r"fp8, (?P<file>.*) (?P<per>\(per \w+\))", re.DOTALL)  # as kizami evaluate names such a cache
 CONTROL = "A again"
 # What people ask of a quantised model, and words of task names that answer it
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -34,10 +38,8 @@ def with_evaluation(card: str, evaluations: Mapping[str, Body], identity: Mappin
     for a card without Limits, or with one of kizami's marks alone.
     """
     section = "\n".join([BEGIN, *_section(evaluations, identity), END, "", ""])
-    plain = card.replace("\r\n", "\n")
-    _check_marks(plain)
-    plain = _OWN.sub("", plain)
-    place = _limits(plain)
+    plain = without_marked(card.replace("\r\n", "\n"), BEGIN, END)
+    place = last_heading(plain, "## Limits")
     if place is None:
         raise KizamiError(
             "has no section Limits, before which an evaluation would stand",
@@ -47,31 +49,6 @@ def with_evaluation(card: str, evaluations: Mapping[str, Body], identity: Mappin
         )
     found = plain[:place] + section + plain[place:]
     return found.replace(NOT_EVALUATED, "What was evaluated stands above, and nothing else was.")
-
-
-def _check_marks(card: str) -> None:
-    """With one of them gone, what stands between it and the next pair would be taken for kizami's own."""
-    marks = [line for line in card.splitlines() if line in (BEGIN, END)]
-    if marks != [BEGIN, END] * (len(marks) // 2):
-        raise KizamiError(
-            f"has {BEGIN} and {END} that do not belong together",
-            code="bad_card",
-            file="README.md",
-            hint="remove the one that is left, with what kizami wrote there",
-        )
-
-
-def _limits(card: str) -> int | None:
-    """Where the last heading Limits begins that is in no block of code."""
-    found, at, fence = None, 0, ""
-    for line in card.splitlines(keepends=True):
-        marks = re.match(r" {0,3}(`{3,}|~{3,})", line)
-        if marks is not None and (not fence or marks[1].startswith(fence)):
-            fence = "" if fence else marks[1]
-        elif not fence and line.rstrip() == "## Limits":
-            found = at
-        at += len(line)
-    return found
 
 
 def _section(evaluations: Mapping[str, Body], identity: Mapping[str, str]) -> list[str]:
@@ -95,87 +72,128 @@ def _one(body: Body, identity: Mapping[str, str]) -> tuple[list[str], list[str]]
     if body.get("schema") != SCHEMA or body.get("kind") not in ("text", "answers"):
         raise KizamiError("is not what kizami evaluate -o writes", code="bad_evaluation")
     if body["kind"] == "text":
-        return _text(body, identity) + _warned(body), []
+        return _text(body, identity), []
     one = _only(body)
-    left_out = [str(note) for note in one.get("left_out", ())]
-    lines = _answers(body["reference"], one) + _list("Left out:", left_out)
-    lines += _unmet(body, [one["name"]], left_out) + _warned(body)
+    names = PublicNames((body["reference"], one["name"]))
+    left_out = [str(words) for words in one.get("left_out", ())]
+    lines = _answers(body["reference"], one, names)
+    lines += _list("Left out, or compared in part:", (names.words(words.partition(MORE)[0]) for words in left_out))
+    lines += _unmet(body, {one["name"]: names.of(one["name"])}, [one["name"]], names, left_out) + _warned(body, names)
     asked = [str(task["task"]) for task in one["tasks"]]
     return lines, asked if body.get("called", True) else []  # without a call, tool calls were not measured
 
 
-def _warned(body: Body) -> list[str]:
+def _warned(body: Body, names: PublicNames) -> list[str]:
     """What the evaluation itself says against its figures."""
-    return _list("To these figures:", map(str, body.get("warnings", ())))
+    return _list("To these figures:", (names.words(str(one)) for one in body.get("warnings", ())))
 
 
-def _list(heading: str, words: Iterable[str]) -> list[str]:
+def _list(heading: str, sentences: Iterable[str]) -> list[str]:
     """Nothing where there are none."""
-    found = [f"- {escape_markdown(public_words(one))}" for one in words]
+    found = [f"- {escape_markdown(one)}" for one in sentences]
     return [heading, "", *found, ""] if found else []
 
 
 def _text(body: Body, identity: Mapping[str, str]) -> list[str]:
-    ours = [one for one in body["compared"] if identity.items() <= (one.get("identity") or {}).items()]
+    rows = _rows(body["compared"])
+    ours = [row for row in rows if identity.items() <= row.identity.items()]
     if not ours:
+        old = [row.identity for row in rows if "shards_sha256" not in row.identity]
+        if any(one.get("plan_hash", identity["plan_hash"]) == identity["plan_hash"] for one in old):
+            raise KizamiError(
+                "was written by an older kizami, which did not note whose weights its figures are of",
+                code="bad_evaluation",
+                hint="run kizami evaluate SRC OUT -o FILE again, with this folder as OUT",
+            )
         raise KizamiError(
             "has no figures of this checkpoint",
             code="bad_evaluation",
             hint="kizami evaluate SRC OUT -o FILE, with this folder as OUT",
         )
     tokens = body["tokens"]
-    domains = ", ".join(escape_markdown(_last_part(domain["name"])) for domain in tokens["domains"])
+    domains = [domain["name"] for domain in tokens["domains"]]
+    files = [row.scales for row in rows if row.scales is not None]
+    names = PublicNames(
+        [body["reference"], *(row.model for row in rows), *domains, *tokens.get("repeated", ()), *files]
+    )
     sequences, length = (int(_number(tokens[key], 1)) for key in ("sequences", "seq_len"))
-    amount = f"{sequences:,} sequences of {length:,} tokens"
-    reference = escape_markdown(public_name(body["reference"]))
+    amount = f"{sequences:,} sequence{'' if sequences == 1 else 's'} of {length:,} tokens"
+    texts = ", ".join(escape_markdown(names.of(domain)) for domain in domains)
     lines = [
-        f"Next-token distributions against {reference} on {amount} ({domains}), each token being the text's:",
+        f"Next-token distributions against {escape_markdown(names.of(body['reference']))} on {amount} ({texts}), each "
+        "token being the text's:",
         "",
         "| | KL, mean | KL, p99.9 | same top token | perplexity before | after | NLL (95 %) |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in ours:
-        cache = one["name"].rpartition(", KV ")
-        lines.append(_figures(f"KV cache {_public_cache(cache[2])}" if cache[1] else "KV cache BF16", one["all"]))
-        lines += [_figures(_last_part(domain["name"]), domain) for domain in one["domains"] if len(one["domains"]) > 1]
-    return [*lines, "", *_unmet(body, [one["name"] for one in ours])]
+    for row in ours:
+        parts = row.figures["domains"]
+        lines.append(_figures(f"KV cache {row.public_cache(names)}", row.figures["all"]))
+        lines += [_figures(names.of(domain["name"]), domain) for domain in parts if len(parts) > 1]
+    public = {row.name: row.public(names) for row in rows}
+    lines += ["", *_unmet(body, public, [row.name for row in ours], names)]
+    return lines + _warned(body, names)
 
 
-def _unmet(body: Body, names: Sequence[str], left_out: Sequence[str] = ()) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A model with one cache. name: of both, as problems have it. cache: None for BF16 rows; scales: the file of its
+    scales, if it has one."""
+
+    name: str
+    model: str
+    cache: str | None
+    scales: str | None
+    identity: Body
+    figures: Body
+
+    def public_cache(self, names: PublicNames) -> str:
+        found = _SCALES.fullmatch(self.cache or "")
+        if found is None or self.scales is None:
+            return self.cache or "BF16"
+        return f"fp8, {names.of(self.scales)} {found['per']}"
+
+    def public(self, names: PublicNames) -> str:
+        model = names.of(self.model)
+        return model if self.cache is None else f"{model}, KV {self.public_cache(names)}"
+
+
+def _rows(compared: Iterable[Body]) -> list[_Row]:
+    """Evaluations of an older kizami have `MODEL, KV CACHE` as one name: MODEL is that of an earlier row of the same
+    checkpoint, since a folder may have those letters in its own."""
+    rows = list[_Row]()
+    for one in compared:
+        name, identity = one["name"], one.get("identity") or {}
+        if "model" in one:
+            rows.append(_Row(name, one["model"], one["cache"], one["scales"], identity, one))
+            continue
+        plain = [row.name for row in rows if row.cache is None and row.identity == identity]
+        model = max((other for other in plain if name.startswith(f"{other}, KV ")), key=len, default=name)
+        cache = name.removeprefix(f"{model}, KV ") if model != name else None
+        found = _SCALES.fullmatch(cache or "")
+        scales = None if found is None else found["file"]
+        if scales is not None and "/" in scales and scales.endswith("..."):  # cut, maybe within a folder's name
+            scales = "a file"
+        rows.append(_Row(name, model, cache, scales, identity, one))
+    return rows
+
+
+def _unmet(
+    body: Body, public: Mapping[str, str], ours: Iterable[str], names: PublicNames, left_out: Iterable[str] = ()
+) -> list[str]:
     """Limits that this model's figures, or the control's, did not keep: a card that left them out would praise. What is
-    left out is a problem of the run, too, and stands on the card already."""
-    ours = (*(f"{name}," for name in (*names, CONTROL)), "control:")
-    known = {f"{name}, {note}" for name in names for note in left_out}
-    found = [one for one in body.get("problems", ()) if one.startswith(ours) and one not in known]
-    for name in names:
-        found = [one.replace(f"{name},", f"{public_name(name)},", 1) for one in found]
+    left out is a problem of the run, too, and stands on the card already. public: of every model that was compared,
+    what it is called here; ours: those that this card is of."""
+    ours, left_out, found = [*ours], [*left_out], []
+    known = {f"{name}, {words}" for name in ours for words in left_out}
+    for one in map(str, body.get("problems", ())):
+        owners = [name for name in {*public, CONTROL} if one.startswith(f"{name},")]
+        owner = max(owners, key=len, default="")  # `out` is no owner of what is `out, the second`'s
+        if owner in ours and one not in known:
+            found.append(public[owner] + names.words(one.removeprefix(owner)))
+        elif owner == CONTROL or one.startswith("control:"):
+            found.append(names.words(one))
     return _list("Of the limits set for this run, not kept:", found)
-
-
-def public_name(name: str) -> str:
-    """Of a model or file as people outside may know it: of a path the last part, of a URL nothing. org/name becomes
-    name: who can tell it from a folder of the publisher's?"""
-    if re.match(r"https?://", name):
-        return "a server"
-    head, mark, cache = name.partition(", KV ")
-    return (_last_part(head) or "a model") + mark + _public_cache(cache)
-
-
-def _public_cache(cache: str) -> str:
-    """`fp8, kv.json (per layer)` of `fp8, /x/kv.json (per layer)`."""
-    kind = "fp8, " if cache.startswith("fp8, ") else ""
-    return kind + _last_part(cache.removeprefix(kind))
-
-
-def public_words(text: str) -> str:
-    """The same for a sentence: each word with a slash in it is taken for a path."""
-    text = re.sub(r"\w+://[^\s,;()]*", "a server", text)
-    return re.sub(r"[^\s,;:()]*[/\\][^\s,;:()]*", lambda word: _last_part(word[0]) or "...", text)
-
-
-def _last_part(path: str) -> str:
-    """`INT4` of `/x/y/INT4/`, `FILE.json` of `scales of /x/FILE.json`."""
-    return next((part for part in reversed(re.split(r"[/\\]", path)) if part not in ("", ".", "..")), "")
 
 
 def _figures(name: str, at: Body) -> str:
@@ -209,10 +227,10 @@ def _only(body: Body) -> Body:
     return dict(one)
 
 
-def _answers(reference: Any, one: Body) -> list[str]:
+def _answers(reference: Any, one: Body, names: PublicNames) -> list[str]:
     lines = [
-        f"Answers of {escape_markdown(public_name(one['name']))}, question by question, against "
-        f"{escape_markdown(public_name(reference))} (that they are this checkpoint's is its publisher's word):",
+        f"Answers of {escape_markdown(names.of(one['name']))}, question by question, against "
+        f"{escape_markdown(names.of(reference))} (that they are this checkpoint's is its publisher's word):",
         "",
         "| task | n | before % | after % | drop, points (95 %) | p | so many questions can see |",
         "|---|---:|---:|---:|---:|---:|---:|",

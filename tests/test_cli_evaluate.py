@@ -13,6 +13,9 @@ pytest.importorskip("transformers", minversion="5.24")
 from cli_fixtures import Done, Run
 from client_fixtures import convert
 
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.kv_scales.neutral import KvScales, LayerScales
+
 SMALL = ("--samples", "2", "--seq-len", "144", "--threads", "1")
 Evaluate = Callable[..., Done]
 
@@ -97,3 +100,50 @@ def test_without_data_the_sample_of_kizami_is_taken_by_domain(kizami: Run, demo_
     assert {"code.jsonl", "maths.jsonl", "prose.jsonl"} <= set(names)
     assert body["tokens"]["built_in"]
     assert any("small sample that comes with kizami" in warning for warning in body["warnings"])
+
+
+def test_a_card_of_files_in_the_publishers_folders(
+    kizami: Run, demo_checkpoint: Path, int4: Path, tmp_path: Path
+) -> None:
+    """Texts and scales of one name, folders with spaces and with the words of a cache in their names."""
+    home = tmp_path / "my secret clients"
+    out = shutil.copytree(int4, home / "acme" / "out, KV x")
+    config = Checkpoint.open(demo_checkpoint).config
+    words: list[object] = []
+    for folder, scale in (("a", 2.0**-10), ("b", 1.0)):
+        (home / folder).mkdir()
+        layers = tuple(LayerScales(at, (scale,), (scale,), "calibrated") for at in range(5))
+        KvScales(
+            config["model_type"], config["architectures"][0], "dsa", 0, "tensor", "0" * 64, None, layers
+        ).write(home / folder / "kv.json")  # fmt: skip
+        (home / folder / "x.txt").write_text(f"one two {folder} " * 200)
+        words += ["--data", home / folder / "x.txt", "--kv-scales", home / folder / "kv.json"]
+    shutil.copy(home / "a" / "x.txt", home / "z.txt")
+    words += ["--data", home / "z.txt", "--samples", 1, "--seq-len", 16, "--threads", 1, "--max-kl", 0]
+    done = kizami("evaluate", demo_checkpoint, out, *words, "-o", tmp_path / "e.json", "--json")
+    assert done.code == 1, done.err
+    rows = done.json["compared"]
+    assert [row["model"] for row in rows] == [str(out)] * 3
+    assert len({row["name"] for row in rows}) == 3
+    assert [row["scales"] for row in rows] == [None, *(str(home / folder / "kv.json") for folder in "ab")]
+    assert done.json["tokens"]["repeated"] == [str(home / "z.txt")]
+    card = kizami("card", out, "--evaluation", tmp_path / "e.json").out
+    section = card.split("## Evaluation\n")[1].split("<!--")[0]
+    assert "on 2 sequences of 16 tokens (x.txt (1), x.txt (2))" in section
+    found = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")][1:]
+    texts = ["x.txt (1)", "x.txt (2)"]
+    caches = ["KV cache BF16", "KV cache fp8, kv.json (1) (per layer)", "KV cache fp8, kv.json (2) (per layer)"]
+    assert found == [label for cache in caches for label in (cache, *texts)]
+    assert "- z.txt has the bytes of x.txt (1): it is used once" in section
+    assert "- out, KV x, KV fp8, kv.json (1) (per layer), x.txt (2): mean KL" in section
+    for word in ("secret", "clients", "acme", "/", str(tmp_path)):
+        assert word not in section, word
+
+
+def test_one_sequence_is_one(kizami: Run, demo_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three " * 10)
+    words = ["--data", tmp_path / "a.txt", "--samples", 9, "--seq-len", 30, "--threads", 1]
+    done = kizami("evaluate", demo_checkpoint, demo_checkpoint, *words)
+    assert done.code == 0, done.err
+    assert " 1 sequence of 30 instead of 9" in " ".join(done.err.split())
+    assert "1 sequences" not in done.err + done.out

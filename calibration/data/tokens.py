@@ -174,10 +174,8 @@ def _pack(
             hint="give more data, or a smaller --seq-len",
         )
     if sequences < settings.samples:
-        warnings.append(
-            f"the data has {found:,} tokens: {sequences:,} sequences of {settings.seq_len:,} instead of "
-            f"{settings.samples:,}"
-        )
+        some = f"{sequences:,} sequence{'' if sequences == 1 else 's'} of {settings.seq_len:,}"
+        warnings.append(f"the data has {found:,} tokens: {some} instead of {settings.samples:,}")
     ids = np.concatenate(stream)[: sequences * settings.seq_len].reshape(sequences, settings.seq_len)
     mix = MixCounter()
     facts = _facts(opened, read, [len(tokens) for tokens in stream], ids.size, mix)
