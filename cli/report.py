@@ -149,7 +149,7 @@ def last_line(body: dict[str, Any]) -> str:
     if not body["packed_modules"]:
         return "no weight was rounded to fewer bits: there is no error to report"
     sqnr = f" (SQNR {-20 * log10(error):.2f} dB)" if error else ""
-    return f"relative error {figure(error)}{sqnr} over {body['packed_modules']:,} modules"
+    return f"relative error {figure(error)}{sqnr} over {counted(body['packed_modules'], 'module')}"
 
 
 LAYER_COLUMNS = (">layer", ">packed", ">rel error", ">max", "worst tensor")

@@ -87,7 +87,7 @@ def _facts(body: Body, manifest: Body) -> Iterator[tuple[str, str]]:
     yield gib(output["bytes"]), f"of {gib(source['bytes'])} in the source"
     yield f"{output['bits_per_weight']:.2f}", "bits per weight"
     if body["packed_modules"]:
-        yield f"{body['rel_error']:.4f}", f"relative error of {body['packed_modules']:,} packed weights"
+        yield f"{body['rel_error']:.4f}", f"relative error of {counted(body['packed_modules'], 'packed weight')}"
     actions = ", ".join(f"{count:,} {action}" for action, count in body["actions"].items())
     yield str(sum(body["actions"].values())), f"tensors: {actions}"
     yield body["method"], f"method, {body['scheme']}"

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import typer
 
-from kizami.cli.output import Ui
+from kizami.cli.output import Ui, counted
 from kizami.formats.errors import KizamiError, printable
 
 SHOWN = 5
@@ -124,7 +124,8 @@ def junit(body: dict[str, Any]) -> bytes:
         case = ElementTree.SubElement(suite, "testcase", classname="kizami.report", name=printable(name, 300))
         if lines:
             more = [f"and {len(lines) - IN_A_FAILURE:,} more"] if len(lines) > IN_A_FAILURE else []
-            failure = ElementTree.SubElement(case, "failure", message=f"{len(lines):,} tensors miss it")
+            verb = "misses" if len(lines) == 1 else "miss"
+            failure = ElementTree.SubElement(case, "failure", message=f"{counted(len(lines), 'tensor')} {verb} it")
             failure.text = "\n".join(printable(line, 1200) for line in [*lines[:IN_A_FAILURE], *more])
     written: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
     return written

@@ -13,8 +13,8 @@ from kizami.formats.index import INDEX_NAME
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`name` as the user wrote it; `checkpoint`: the folder of SRC or OUT, which -o never touches; `inputs`: files and
-    folders that the run reads, in which it replaces nothing.
+    """`name` as the user wrote it; `checkpoint`: SRC or OUT, mostly a folder, which -o never touches; `inputs`: files
+    and folders that the run reads, in which it replaces nothing.
 
     A regular file is replaced whole or not at all; through a link, the file that it leads to is. Pipes and character
     devices (/dev/stdout, /dev/null, a terminal) are opened and written to. Anything else is refused.
@@ -62,15 +62,16 @@ class Target:
         if mode is None and not real.parent.is_dir():
             raise KizamiError("its folder does not exist", code="io_error", file=self.name)
         for place in (real, Path(os.path.abspath(path))):
-            for folder in (self.checkpoint, *(one for one in self.inputs if one.is_dir())):
+            for folder in (self.checkpoint, *self.inputs):
                 if _lies_in(place, folder):
                     raise self._refused(f"lies in {folder}, which is only read", "write it elsewhere")
             if (mode is None or stat.S_ISREG(mode)) and (found := _weights_beside(place)) is not None:
                 raise self._refused(f"would lie beside {found}, in a checkpoint", "write it elsewhere")
-        if mode is not None and stat.S_ISREG(mode) and ".safetensors" in (real.suffix, path.suffix):
-            raise self._refused("exists, and a file of tensors is never replaced", "remove it first")
-        if mode is not None and stat.S_ISREG(mode) and any(_is_same(path, real) for path in self.inputs):
-            raise self._refused("is read by this run, and would be replaced", "write it elsewhere")
+        if mode is not None and stat.S_ISREG(mode):
+            if ".safetensors" in (real.suffix, path.suffix):
+                raise self._refused("exists, and a file of tensors is never replaced", "remove it first")
+            if any(_is_same(one, real) for one in (self.checkpoint, *self.inputs)):
+                raise self._refused("is read by this run, and would be replaced", "write it elsewhere")
         if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
             raise self._refused(f"is {kind_of(mode)}, expected the name of a file")
         return real, mode
@@ -137,13 +138,15 @@ def _is_same(path: Path, other: Path) -> bool:
 
 def _lies_in(path: Path, folder: Path) -> bool:
     """By device and inode, which sees through links, mounts and case. A Hub snapshot's files lie in `blobs`, so the
-    whole cache entry counts."""
+    whole cache entry counts. Nothing lies in what is no folder."""
     if folder.parent.name == "snapshots":
         folder = folder.parent.parent
     try:
         ours = folder.stat()
     except OSError:
         return False  # what reads the folder will say so
+    if not stat.S_ISDIR(ours.st_mode):
+        return False
     for place in (path, *path.parents):
         try:
             if os.path.samestat(place.stat(), ours):

@@ -314,7 +314,7 @@ def test_warnings_and_the_ends_of_as_answers_are_said_in_words(kizami: Run) -> N
 
 
 def test_a_file_of_the_run_is_not_written_over(kizami: Run, tmp_path: Path) -> None:
-    """B's samples, and what lies in the folder of --noise."""
+    """B's samples, what lies in the folder of --noise, and a file that is A or B itself."""
     for folder in ("a", "b", "noise"):
         (tmp_path / folder).mkdir()
         line = {"doc_id": 0, "metrics": ["acc"], "acc": 1.0, "doc_hash": "d", "prompt_hash": "p", "target_hash": "t"}
@@ -326,3 +326,8 @@ def test_a_file_of_the_run_is_not_written_over(kizami: Run, tmp_path: Path) -> N
         done = kizami("evaluate", a, b, "--noise", noise, "-o", file, "--json")
         assert (done.code, done.json["error"]["code"]) == (2, "bad_file")
         assert file.read_bytes() == before
+    files = [folder / "samples_t_2026-11-30T10-20-30.jsonl" for folder in (a, b)]
+    for file in files:
+        error = kizami("evaluate", *files, "-o", file, "--json").json["error"]
+        assert (error["code"], error["message"]) == ("bad_file", "is read by this run, and would be replaced")
+        assert json.loads(file.read_text())["acc"] == 1.0

@@ -8,6 +8,8 @@ import pytest
 from cli_fixtures import Run
 from client_fixtures import convert
 
+from kizami.cli import report_limits as limits
+from kizami.cli.report import last_line
 from kizami.cli.report_limits import MAX_REL_ERROR, MIN_SQNR, Kind, missed, parse_limits
 from kizami.formats.errors import KizamiError
 from kizami.quantize.comparison import compare_rows, ratio_map
@@ -224,3 +226,12 @@ def test_a_row_of_impossible_figures_is_refused(
     (out / "kizami-report.jsonl").write_bytes(b"".join(map(encode_row, [rows[0] | change, *rows[1:]])))
     done = kizami("report", out)
     assert (done.code, "line 1 is not a report row" in done.err) == (2, True)
+
+
+def test_one_tensor_is_one() -> None:
+    row = {"name": "x", "role": "routed_expert", "rel_error": 0.2, "limit": 0.1}
+    body = {"out": "o", "max_rel_error": {"": 0.1}, "exceeding": [row], "min_sqnr": {}, "below": [], "outputs": None}
+    assert b'message="1 tensor misses it"' in limits.junit(body)
+    assert b'message="2 tensors miss it"' in limits.junit(body | {"exceeding": [row, row]})
+    assert last_line({"rel_error": 0.1, "packed_modules": 1}).endswith(" over 1 module")
+    assert last_line({"rel_error": 0.1, "packed_modules": 2000}).endswith(" over 2,000 modules")
