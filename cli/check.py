@@ -66,7 +66,7 @@ def check(
     needed. An error means: does not load, or loads as something else. Exit code 1 if there is one. -v shows the public
     file that each rule rests on.
     """
-    from kizami.cli.hub_source import open_headers
+    from kizami.cli.hub_source import open_headers, shown
     from kizami.formats.engines.check import Checker
     from kizami.formats.engines.finding import ENGINES
 
@@ -80,7 +80,7 @@ def check(
     results = {name: _findings(checker, name, engine_version, tp, ep, pp, asked=engine is not None) for name in engines}
     cells = checker.matrix(engines, engine_version) if matrix else None
     if json:
-        ui.emit("check", check_body(str(opened.root), results, engine_version, (tp, ep, pp), cells))
+        ui.emit("check", check_body(shown(opened), results, engine_version, (tp, ep, pp), cells))
     else:
         _show(ui, results, engine_version, (tp, ep, pp), cells)
     if any(finding.severity == "error" for findings in results.values() for finding in findings):

@@ -14,6 +14,7 @@ from kizami.cli.command import Command
 from kizami.cli.convert_plan import Codes, prepare
 from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert
 from kizami.cli.hub_run import HubAsked, clean_up, made_in, remote_of
+from kizami.cli.hub_source import refusals_leave_nothing, shown
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force
 from kizami.cli.method_words import method_lines, show_fallbacks, some
 from kizami.cli.output import Ui, counted, duration, exact, figure, gib, relative_size, show_error
@@ -79,6 +80,7 @@ def convert(
     another layout. The work goes to OUT.partial; OUT appears when it is complete. The same command again resumes an
     interrupted run. The source is never written to.
     """
+    from kizami.cli.events import Events
     from kizami.quantize.calibrated.solver import check_device
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
@@ -92,19 +94,22 @@ def convert(
     hub.check(context)
     asked = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer)
     codes, kv = Codes(asked, method, scale_sign, clip_allowance, stats), (kv_scales, force_kv_scales)
-    prepared = prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart)
-    plan, checkpoint = prepared.plan, prepared.checkpoint
-    _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
-    check_device(plan, device)
-    if dry_run:
-        _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp)
-        return
-    remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
     try:
-        body = run_convert(
-            ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device, workers=workers,
-            restart=restart, remote=remote, events=events,
-        )  # fmt: skip
+        with Events(events, ui, src, out) as follow:
+            prepared = prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart)
+            plan, checkpoint = prepared.plan, prepared.checkpoint
+            with refusals_leave_nothing(prepared.mirror, out):
+                _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
+                check_device(plan, device)
+                follow.planned(plan, shown(checkpoint))
+                if dry_run:
+                    _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp)
+                    return
+                remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
+                body = run_convert(
+                    ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device,
+                    workers=workers, restart=restart, remote=remote, follow=follow,
+                )  # fmt: skip
     except KizamiError as refusal:
         if refusal.code != "over_threshold":  # the run is done, and its limit is missed
             raise

@@ -9,7 +9,7 @@ import typer
 from kizami.cli import engine as e
 from kizami.cli import method_options as m
 from kizami.cli import options as o
-from kizami.cli.hub_source import open_for_convert
+from kizami.cli.hub_source import open_for_convert, refusals_leave_nothing
 from kizami.cli.kv_options import kv_asked
 from kizami.cli.output import Ui
 from kizami.formats.errors import KizamiError
@@ -73,5 +73,6 @@ def prepare(
         said = f"{given} needs the source on the disk, where it was made"
         raise KizamiError(said, code="usage", hint="hf download, and name the folder")
     facts = m.statistics_facts(statistics)
-    plan = build_plan(checkpoint, policy, method, facts, kv_asked(*kv, checkpoint))
+    with refusals_leave_nothing(mirror, out):
+        plan = build_plan(checkpoint, policy, method, facts, kv_asked(*kv, checkpoint))
     return Prepared(plan, checkpoint, statistics, mirror)

@@ -14,6 +14,7 @@ from kizami.cli.stop import STOP
 
 if TYPE_CHECKING:
     from kizami.cli import engine as e
+    from kizami.cli.events import Events
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
     from kizami.quantize.pipeline import Remote, RunEvent
@@ -32,14 +33,13 @@ def run_convert(
     workers: int | None = None,
     restart: bool = False,
     remote: "Remote | None" = None,
-    events: str | None = None,
+    follow: "Events | None" = None,
     again: str = "run the same command again to resume",
 ) -> dict[str, Any]:
     """Runs the plan with progress on stderr and gives the object of --json. `again`: how an interrupted run goes on.
-    events: the file of --events."""
+    follow: is told of each step."""
     import time
 
-    from kizami.cli.events import Events
     from kizami.cli.watch import Watch
     from kizami.formats.side_files import find_side_files
     from kizami.quantize.manifest import MANIFEST
@@ -59,11 +59,12 @@ def run_convert(
         return f"interrupted: {again}; {watch.done} of {watch.of} shards are done"
 
     STOP.say = interrupted
-    with Events(events, checkpoint.root) as follow, watch:
+    with watch:
 
         def listen(event: "RunEvent") -> None:
             watch(event)
-            follow(event)
+            if follow is not None:
+                follow(event)
 
         with STOP.held():
             warm_up(plan)
@@ -90,7 +91,9 @@ def run_convert(
                 "left": [{"name": name, "reason": reason} for name, reason in side_files.left],
             },
         }
-        follow.write("finished", **{key: body[key] for key in ("out", "pushed", "output", "rel_error", "seconds")})
+        if follow is not None:
+            told = ("out", "pushed", "output", "rel_error", "seconds")
+            follow.write("finished", **{key: body[key] for key in told})
         return body
 
 

@@ -66,13 +66,13 @@ def evaluate(
     threshold is not met.
     """
     from kizami.calibration.evaluation.batteries import Battery, tasks_of
-    from kizami.calibration.evaluation.hiding import without_login
     from kizami.calibration.evaluation.served import Asking
     from kizami.cli.evaluate_checkpoints import Caches, Machine, Texts, on_text
     from kizami.cli.evaluate_servers import on_batteries, on_servers
     from kizami.cli.evaluate_text import answer_problems, show_answers, show_text, text_problems
     from kizami.cli.target import Target
     from kizami.formats.card_evaluation import CONTROL
+    from kizami.formats.hidden import without_login
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     started = time.monotonic()
@@ -141,8 +141,8 @@ CONFIG = "config.json"
 
 
 def _kind(a: str) -> str:
-    from kizami.calibration.evaluation.hiding import without_login
     from kizami.calibration.evaluation.lm_eval_logs import is_log
+    from kizami.formats.hidden import without_login
     from kizami.formats.hub.cache import hub_id
 
     if a.lower().startswith(("http://", "https://")):
@@ -166,7 +166,7 @@ def _kind(a: str) -> str:
 def _refuse_logins(*given: Path | str | None) -> None:
     """KizamiError "missing_file" for a URL with a name or a password where a file is meant: whoever looked for it would
     print it."""
-    from kizami.calibration.evaluation.hiding import without_login
+    from kizami.formats.hidden import without_login
 
     for name in (str(one) for one in given if one is not None):
         if (shown := without_login(name)) != name and not Path(name).exists():

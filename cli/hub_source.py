@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from kizami.formats.hub.target import Target
 
 FIRST_TRIES = 4  # of the first look: a few seconds, and then the cache
-PINNED = "hub.json"  # in the scratch folder: the commit that it is of
 _FOLDERS: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the program ends
 
 
@@ -30,7 +30,31 @@ def open_headers(ui: Ui, source: str) -> "Checkpoint":
     repository = _on_hub(ui, source)
     if repository is None:
         return open_source(source)
-    return _temporary_mirror(ui, repository).open()
+    return _opened(_temporary_mirror(ui, repository))
+
+
+def _opened(mirror: "Mirror") -> "Checkpoint":
+    with _named(mirror):
+        return mirror.open()
+
+
+@contextmanager
+def _named(mirror: "Mirror") -> Iterator[None]:
+    """Errors tell of the repository, not of a folder that is gone in a moment."""
+    try:
+        yield
+    except KizamiError as e:
+        ours, name = str(mirror.root), f"{mirror.repository.name}@{mirror.repository.commit}"
+        file = None if e.file is None else e.file.replace(ours, name)
+        raise KizamiError(e.message.replace(ours, name), code=e.code, file=file, tensor=e.tensor, hint=e.hint) from None
+
+
+def shown(checkpoint: "Checkpoint") -> str:
+    """Its folder; of one on the Hub, of which there is none, the repository and commit."""
+    from kizami.quantize.card import hub_origin
+
+    origin = hub_origin(checkpoint.root) if checkpoint.remote else None
+    return str(checkpoint.root) if origin is None else "@".join(origin)
 
 
 def open_for_convert(
@@ -38,8 +62,10 @@ def open_for_convert(
 ) -> tuple["Checkpoint", "Mirror | None"]:
     """The same; for a conversion the mirror lies beside OUT, and is the one of an earlier run where there is one."""
     from kizami.formats.hub.mirror import Mirror
+    from kizami.formats.places import partial_of
 
-    repository = _on_hub(ui, source)
+    partial_of(out)  # refuses what is no name
+    repository = _on_hub(ui, source, begun=None if dry_run else scratch_of(out))
     if repository is None:
         return open_source(source), None
     if dry_run:
@@ -49,20 +75,36 @@ def open_for_convert(
         folder = scratch_of(out)
         _pin(folder, repository, source, restart=restart)
         mirror = Mirror(repository, folder, patience(ui))
-    return mirror.open(), mirror
+    return _opened(mirror), mirror
+
+
+@contextmanager
+def refusals_leave_nothing(mirror: "Mirror | None", out: Path) -> Iterator[None]:
+    """Where no run has begun, what there is are the headers of the look."""
+    from kizami.formats.places import partial_of
+
+    try:
+        yield
+    except KizamiError:
+        if mirror is not None and mirror.folder == scratch_of(out) and not os.path.lexists(partial_of(out)):
+            mirror.remove()
+        raise
 
 
 def refuse_finished(out: Path) -> None:
     """Before the Hub is asked for anything. A run that was killed after OUT appeared has left its scratch folder, which
-    goes. KizamiError "out_exists"."""
+    goes. KizamiError "out_exists"; "locked" where a run is at work in that folder."""
     from kizami.formats.files import what_is_there
-    from kizami.formats.run_log import FOLDER
+    from kizami.formats.hub.mirror import remove_scratch
+    from kizami.formats.run_log import FOLDER, lock_folder
     from kizami.quantize.place import check_absent
 
     if (out / FOLDER).is_dir():
         return
     if what_is_there(out) is not None and is_scratch(scratch_of(out)):
-        shutil.rmtree(scratch_of(out))
+        lock = lock_folder(scratch_of(out), scratch_of(out))
+        remove_scratch(scratch_of(out))
+        os.close(lock)
     check_absent(out)
 
 
@@ -115,9 +157,10 @@ def _read_there(head: "Repository", name: str) -> dict[str, Any]:
     return parse_json_object(data, f"{head.name}/{name}", what="file")
 
 
-def _on_hub(ui: Ui, source: str) -> "Repository | None":
+def _on_hub(ui: Ui, source: str, begun: Path | None = None) -> "Repository | None":
     """What the Hub has under this id now; None for a folder, for what is whole in the user's cache, and where the Hub
-    is not to be asked or not to be reached, and the cache has something."""
+    is not to be asked or not to be reached, and the cache has something. begun: a scratch folder; a run that began with
+    files from the Hub goes on with them, whatever the cache has by now."""
     from kizami.formats.hub.cache import cached_snapshot, hub_id
     from kizami.formats.hub.repository import Repository
 
@@ -137,7 +180,8 @@ def _on_hub(ui: Ui, source: str) -> "Repository | None":
             raise e from None
         ui.warn(["the Hub cannot be reached: what was downloaded before is used"])
         return None
-    if _is_cached(repository):
+    pinned = None if begun is None else _pinned(begun)
+    if (pinned is None or pinned["repo"] != repository.name) and _is_cached(repository):
         return None
     ui.progress(f"{name}: commit {repository.commit}")
     return repository
@@ -191,6 +235,8 @@ def is_scratch(folder: Path) -> bool:
 
 def _pinned(folder: Path) -> dict[str, str] | None:
     """Repository and commit; None where nothing says so."""
+    from kizami.formats.hub.mirror import PINNED
+
     try:
         found = json.loads((folder / PINNED).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -201,7 +247,7 @@ def _pinned(folder: Path) -> dict[str, str] | None:
 
 def _pin(folder: Path, repository: "Repository", source: str, *, restart: bool) -> None:
     """Makes the scratch folder, for this commit and no other. KizamiError "hub_moved", "out_exists", "locked"."""
-    from kizami.formats.hub.mirror import CONTENTS, DOWNLOAD
+    from kizami.formats.hub.mirror import CONTENTS, DOWNLOAD, PINNED
     from kizami.formats.run_log import lock_folder
     from kizami.formats.writer import write_file_durably
 

@@ -55,6 +55,7 @@ def inspect(
 
 def inspect_body(checkpoint: "Checkpoint", problems: list[KizamiError]) -> dict[str, Any]:
     """The object of --json; refusals of the later steps are collected in `problems`, not raised."""
+    from kizami.cli.hub_source import shown
     from kizami.formats.dialects import find_encoded_weights
     from kizami.formats.families import find_family
     from kizami.formats.fused_experts import split_fused_experts
@@ -75,7 +76,7 @@ def inspect_body(checkpoint: "Checkpoint", problems: list[KizamiError]) -> dict[
     obstacle = problems[0] if problems else _obstacle(checkpoint)
     infos = checkpoint.tensors.values()
     return {
-        "root": str(checkpoint.root),
+        "root": shown(checkpoint),
         "convertible": obstacle is None,
         "obstacle": None if obstacle is None else obstacle.message,
         "family": None if family is None else {"name": family.name, "known": family.known},

@@ -25,6 +25,7 @@ FETCHERS = 4  # downloads at once; each of them is of one file
 BLOCK = 4096  # of a file system: what a file takes is rounded up
 NOTES = 3 * BLOCK  # beside each file: huggingface_hub's record and lock of the download, and our line of its contents
 ROOM = 1 << 16  # folders, journal, locks
+LOOK = 0.2  # seconds; a signal sets `stop` and wakes nobody
 
 
 def on_disk(nbytes: int) -> int:
@@ -116,9 +117,8 @@ class Supply:
         """The shard's source files, whole. Raises Stopped, or what a download ended with."""
         names = source_files(shard, self.mirror)
         with self._change:
-            self._change.wait_for(
-                lambda: self._ended or (shard.number in self._room and all(self._files[name].here for name in names))
-            )
+            while not (self._ended or (shard.number in self._room and all(self._files[name].here for name in names))):
+                self._change.wait(LOOK)
             self._raise()
         yield
         with self._change:
@@ -167,7 +167,7 @@ class Supply:
                 while not (self._ended or self._fits(names, out)):
                     self.short = True
                     self.on_short()
-                    self._change.wait()
+                    self._change.wait(LOOK)
                 self.short = False
                 self._raise()
                 for name in names:

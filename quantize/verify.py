@@ -70,8 +70,8 @@ def verify(
 
     sample: with `against`, recompute only every n-th tensor, so that about `sample` of them are seen.
     statistics: with `against`, those that a calibrated method used. kv_scales: those that the output must have.
-    Raises KizamiError only where nothing can be checked at all (no folder, no manifest, an unfinished run), or where the
-    statistics are those of something else.
+    Raises KizamiError only where nothing can be checked at all (no folder, no manifest, an unfinished run), or where
+    the statistics are those of something else.
     """
     if not out.is_dir():
         raise KizamiError("is not a folder", code="not_found", file=str(out), hint="give the OUT of kizami convert")

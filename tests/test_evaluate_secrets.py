@@ -17,7 +17,7 @@ from cli_fixtures import Run
 from conversation_fixtures import ASK, ONE, WEATHER, line
 
 from kizami.calibration.evaluation.batteries import Battery, command
-from kizami.calibration.evaluation.hiding import without_key, without_login
+from kizami.formats.hidden import without_secret, without_login
 from kizami.calibration.evaluation.served import Asking, Server
 from kizami.formats.errors import KizamiError
 
@@ -48,13 +48,13 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("spelled", SPELLINGS.values(), ids=SPELLINGS)
 def test_a_key_is_hidden_in_every_spelling(spelled: Callable[[str], str]) -> None:
-    assert without_key(f"no {spelled(KEY)} here, {spelled(KEY)}", KEY) == "no ... here, ..."
+    assert without_secret(f"no {spelled(KEY)} here, {spelled(KEY)}", KEY) == "no ... here, ..."
 
 
 def test_what_is_not_the_key_is_left_alone() -> None:
     for text in ("sk-A/b", KEY[:-1], KEY.upper(), quote(KEY[1:]), ""):
-        assert without_key(text, KEY) == text
-    assert without_key(KEY, None) == KEY
+        assert without_secret(text, KEY) == text
+    assert without_secret(KEY, None) == KEY
 
 
 @pytest.mark.parametrize("spelled", SPELLINGS.values(), ids=SPELLINGS)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kizami.calibration.evaluation.hiding import api_key, without_key
+from kizami.calibration.evaluation.api_key import api_key
 from kizami.formats.errors import KizamiError, printable
+from kizami.formats.hidden import without_secret
 
 # Tasks of lm-eval 0.4.13. Knowledge hardly sees what INT4 costs; the others are what people ask about.
 BATTERIES: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +54,7 @@ def command(url: str, model: str, battery: Battery, out: Path) -> list[str]:
     """lm-eval's own command line. KizamiError "bad_option" for what it could not be told."""
     for value in (url, model, battery.tokenizer or ""):
         if set(value) & set(",= \n"):  # lm-eval splits its arguments there, and names come from servers
-            shown = printable(without_key(value, api_key()), 100)
+            shown = printable(without_secret(value, api_key()), 100)
             raise KizamiError(f"{shown} has a comma, = or space in it", code="bad_option")
     arguments = {
         "model": model,
@@ -85,7 +86,7 @@ def run(url: str, model: str, battery: Battery, out: Path) -> None:
     done = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [""]
-        said, by_hand = (without_key(text, api_key()) for text in (last[0], " ".join(words)))
+        said, by_hand = (without_secret(text, api_key()) for text in (last[0], " ".join(words)))
         raise KizamiError(
             f"lm-eval ended with {done.returncode}: {printable(said, 300)}",
             code="lm_eval_failed",

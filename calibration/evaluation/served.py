@@ -9,10 +9,11 @@ from threading import Lock
 from types import TracebackType
 from typing import Any
 
-from kizami.calibration.evaluation.hiding import KEY, api_key, without_key, without_login
+from kizami.calibration.evaluation.api_key import KEY, api_key
 from kizami.calibration.evaluation.lm_eval_logs import Joined, LeftOut
 from kizami.calibration.evaluation.tool_calls import Conversation, Worth, worth
 from kizami.formats.errors import KizamiError, printable
+from kizami.formats.hidden import without_login, without_secret
 from kizami.formats.strict_json import parse_json_object
 
 RETRIES = 5
@@ -139,7 +140,7 @@ class Server:
 
     def _hidden(self, text: str) -> str:
         """A server may say what it was sent."""
-        return without_key(text, self._key)
+        return without_secret(text, self._key)
 
     def _bad(self, what: str) -> KizamiError:
         return KizamiError(f"the server gave {what}", code="bad_answer", file=self.url)

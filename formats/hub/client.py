@@ -4,6 +4,7 @@
 """
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kizami.formats.errors import KizamiError, printable
+from kizami.formats.hidden import without_secret
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -22,7 +24,8 @@ TRIES = 8  # of a call; with the waits between them some four minutes
 MAX_WAIT = 60.0  # seconds, where the server says nothing
 MAX_TOLD_WAIT = 600.0  # where it does: `Retry-After` of a rate limit is at most five minutes
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-NEVER = ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL")  # ours: no server would answer
+# Ours, or of a server that will say the same again
+NEVER = ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL", "TooManyRedirects", "DecodingError")
 
 
 def hub() -> "HfApi":
@@ -30,7 +33,9 @@ def hub() -> "HfApi":
     from huggingface_hub import HfApi
 
     utils = hub_utils()
-    utils.disable_progress_bars()
+    with warnings.catch_warnings():  # of HF_HUB_DISABLE_PROGRESS_BARS=0, which bars of ours do not follow
+        warnings.simplefilter("ignore")
+        utils.disable_progress_bars()
     utils.logging.set_verbosity_error()  # it would warn of each try again; who waits is told by us
     return HfApi(library_name="kizami")
 
@@ -40,10 +45,11 @@ def hub_utils() -> Any:
     return importlib.import_module("huggingface_hub.utils")
 
 
-def transport_error() -> type[Exception]:
-    """What the HTTP library raises when no whole answer comes: httpx's in huggingface_hub 1, httpx2's in 2."""
+def request_error() -> type[Exception]:
+    """What the HTTP library raises when no answer comes that it understands: httpx's in huggingface_hub 1, httpx2's in
+    2."""
     library = importlib.import_module(type(hub_utils().get_session()).__module__.partition(".")[0])
-    found: type[Exception] = library.TransportError
+    found: type[Exception] = library.RequestError
     return found
 
 
@@ -84,7 +90,7 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = hints.get(status or 0, "try again later")
         said = f"the Hub answers {status}: {_words(e)}"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
-    except transport_error() as e:
+    except request_error() as e:
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
         said = f"the Hub cannot be reached: {type(e).__name__} {_words(e)}".rstrip()
         raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
@@ -93,7 +99,7 @@ def as_refusal(repo: str) -> Iterator[None]:
         raise KizamiError(
             "the token has characters that no header can have", code="bad_environment", hint=hint
         ) from None
-    except (ValueError, TypeError, LookupError, AttributeError) as e:  # no JSON, or of another shape; a card's metadata
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:  # no JSON, or of another shape
         said = f"the Hub's answer is none, or it refuses: {type(e).__name__} {_words(e)}"
         of_card = "license, language and tags of the card are those of the source's README.md"
         hint = of_card if "metadata" in str(e) else "is HF_ENDPOINT the Hub's?"
@@ -113,9 +119,12 @@ def cause_of(error: Exception) -> Exception:
 
 
 def _words(error: BaseException) -> str:
-    """The server's own words, or the first line, without addresses: a signed one is as good as a password."""
-    text = getattr(error, "server_message", None) or str(error)
-    words = [word for word in str(text).split() if "://" not in word and "hf_" not in word]
+    """The server's own words, or the first line, without the token and without addresses: a signed one is as good as a
+    password."""
+    from huggingface_hub import get_token
+
+    text = without_secret(str(getattr(error, "server_message", None) or error), get_token())
+    words = [word for word in text.split() if "://" not in word and "hf_" not in word]
     return printable(" ".join(words).rstrip("."), 200)
 
 
@@ -133,8 +142,9 @@ def wait_of(error: BaseException, tried: int) -> float | None:
         if status_of(error) not in BUSY:
             return None
         told: Any = error.response.headers.get("Retry-After", "")
-        return max(usual, min(MAX_TOLD_WAIT, float(told))) if told.isdigit() else usual
-    return usual if isinstance(error, (transport_error(), ConnectionError, TimeoutError)) else None
+        seconds = float(told) if told.isascii() and told.isdigit() else 0.0
+        return max(usual, min(MAX_TOLD_WAIT, seconds))
+    return usual if isinstance(error, (request_error(), ConnectionError, TimeoutError)) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,9 @@ FIRST_BYTES = 1 << 18  # of a shard; headers of GLM-5.2's take 100 kB
 AT_ONCE = 8  # requests
 TRIES = 3  # of a file whose bytes are not those that the Hub states
 CONTENTS = "contents.jsonl"
+PINNED = "hub.json"  # the commit that it is of, and what tells that the folder is ours
+MANIFEST_NAME = "kizami.json"  # of an output of kizami's, of which `check` asks it
+STREAM_BYTES = 16 << 20
 DOWNLOAD = "download"
 
 
@@ -58,7 +61,7 @@ class Mirror:
         for file in self.repository.files.values():
             if not (self.root / file.name).exists():
                 self._lay(file, b"")
-        for name in (CONFIG_NAME, INDEX_NAME):
+        for name in (CONFIG_NAME, INDEX_NAME, MANIFEST_NAME):
             if name in self.repository.files:
                 self.fetch(name)
         weights = [name for name in self._weights() if name in self.repository.files]
@@ -162,12 +165,7 @@ class Mirror:
                 self._check_header(file, header)
                 return path
             got.unlink()
-        raise KizamiError(
-            f"came {TRIES} times with another hash than the Hub states",
-            code="hub_corrupt",
-            file=file.name,
-            hint="try again later; a proxy or a mirror may be at fault",
-        )
+        raise _corrupt(file)
 
     def _header_of(self, path: Path) -> bytes:
         """Length and header of what lies there; b"" for a hole without."""
@@ -200,11 +198,7 @@ class Mirror:
         self._lay(self.repository.files[name], self._header_of(self.root / name))
 
     def remove(self) -> None:
-        """What tells whose it is goes last."""
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-        shutil.rmtree(self.folder)
+        remove_scratch(self.folder)
 
     # --------------------------------------------------------------------------------------------------------- contents
 
@@ -220,20 +214,41 @@ class Mirror:
             append_line(target, f"{chr(10) * half}{line}\n".encode())
 
     def all_contents(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """As `sample_contents`. Of files that no shard needed, or that an earlier run fetched whose notes are lost, the
-        sampled pages are read from the Hub."""
+        """As `sample_contents`. Files that no shard needed, or that an earlier run fetched whose notes are lost, are
+        read from the Hub, to the end: only the whole has a hash. KizamiError "hub_corrupt", and as `as_refusal`."""
         found = self.contents()
         for name, header in checkpoint.headers.items():
             if name not in found:
-                with as_refusal(self.repository.name):
-                    found[name] = sample_pages(
-                        header.data_begin,
-                        header.file_size,
-                        lambda at, size, name=name: patiently(  # type: ignore[misc]
-                            lambda: read_range(self.repository, name, at, size), self.patience
-                        ),
-                    )
+                found[name] = self._sample_stream(self.repository.files[name], header)
         return {name: found[name] for name in checkpoint.headers}
+
+    def _sample_stream(self, file: RemoteFile, header: Header) -> str:
+        """Nothing of it comes to the disk."""
+
+        def read(at: int, size: int) -> bytes:
+            with as_refusal(self.repository.name):
+                return patiently(lambda: read_range(self.repository, file.name, at, size), self.patience)
+
+        for _ in range(TRIES):
+            sampled: dict[int, bytes] = {}
+
+            def sample(at: int, size: int, sampled: dict[int, bytes] = sampled) -> bytes:
+                sampled[at] = read(at, size)
+                return sampled[at]
+
+            found = sample_pages(header.data_begin, file.size, sample)
+            digest, same = file.hasher(file.size), True
+            for begin in range(0, file.size, STREAM_BYTES):
+                part = read(begin, min(STREAM_BYTES, file.size - begin))
+                digest.update(part)
+                for at, page in sampled.items():
+                    shared = slice(max(at, begin), min(at + len(page), begin + len(part)))
+                    if shared.start < shared.stop:
+                        ours, theirs = (slice(shared.start - x, shared.stop - x) for x in (begin, at))
+                        same = same and part[ours] == page[theirs]
+            if same and digest.hexdigest() == (file.sha256 or file.git):
+                return found
+        raise _corrupt(file)
 
     def contents(self) -> dict[str, str]:
         """The same, of the weights that have been fetched so far."""
@@ -252,6 +267,26 @@ class Mirror:
             if file is not None and known == (file.sha256 or file.git):
                 found[name] = str(sample)
         return {name: found[name] for name in sorted(found, key=natural_key)}
+
+
+def _corrupt(file: RemoteFile) -> KizamiError:
+    return KizamiError(
+        f"came {TRIES} times with another hash than the Hub states",
+        code="hub_corrupt",
+        file=file.name,
+        hint="try again later; a proxy or a mirror may be at fault",
+    )
+
+
+def remove_scratch(folder: Path) -> None:
+    """What tells whose it is goes last, and then the lock: a kill in between leaves a folder of ours."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in (PINNED, "lock"):
+            path.unlink()
+    (folder / PINNED).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _as_fetched(header: Header) -> Header:

@@ -14,6 +14,7 @@ from kizami.formats.hub.client import Patience, as_refusal, hub, patiently
 
 _COMMIT, _SHA256 = re.compile("[0-9a-f]{40}"), re.compile("[0-9a-f]{64}")
 MAX_FILES = 20_000  # kizami reads 10,000 shards and copies 10,000 other files at most
+MAX_DEPTH = 32  # folders, one in the other
 _CHUNK = 8 << 20
 
 
@@ -35,13 +36,15 @@ class RemoteFile:
 
     def hash_of(self, path: Path) -> str:
         """As the Hub makes it: SHA-256, or SHA-1 of Git's blob with its heading."""
-        digest = hashlib.sha256() if self.sha256 else hashlib.sha1(usedforsecurity=False)
         with open(path, "rb", buffering=0) as file:
-            if not self.sha256:
-                digest.update(b"blob %d\0" % os.fstat(file.fileno()).st_size)
+            digest = self.hasher(os.fstat(file.fileno()).st_size)
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
         return digest.hexdigest()
+
+    def hasher(self, nbytes: int) -> "hashlib._Hash":
+        """Takes the bytes of a file of that size."""
+        return hashlib.sha256() if self.sha256 else hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +95,6 @@ def path_problem(name: str) -> str | None:
         return "a control character in its name"
     if "\\" in name or any(part in ("", ".", "..") for part in parts):
         return "a name that leads out of its folder"
+    if len(parts) > MAX_DEPTH:
+        return f"a name of more than {MAX_DEPTH} folders"
     return "a name that is too long" if any(len(part.encode("utf-8")) > 240 for part in parts) else None

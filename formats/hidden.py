@@ -1,29 +1,22 @@
-"""What must not be printed: the API key, in whatever spelling a server sends it back, and the password of a URL."""
+"""What must not be printed: a key or token, in whatever spelling a server sends it back, and the password of a URL."""
 
-import os
 import re
 from functools import cache
 from html.entities import html5
 
-KEY = "OPENAI_API_KEY"
 # A spelling of a spelling (JSON in JSON, a quoted URL quoted again); bounded, so that a run of them takes no longer
 _SLASHES, _PERCENT, _AMP = r"\\{0,8}", "%(?:25){0,3}", "&(?:amp;){0,3}"
 
 
-def api_key() -> str | None:
-    """None where it is not set, or empty."""
-    return os.environ.get(KEY) or None
-
-
-def without_key(text: str, key: str | None) -> str:
-    """`text` with `...` for the key: as it is, and as URLs, HTML and JSON spell its characters, one by one, since each
-    of them escapes what it has to."""
-    return _spellings(key).sub("...", text) if key else text
+def without_secret(text: str, secret: str | None) -> str:
+    """`text` with `...` for the secret: as it is, and as URLs, HTML and JSON spell its characters, one by one, since
+    each of them escapes what it has to."""
+    return _spellings(secret).sub("...", text) if secret else text
 
 
 @cache
-def _spellings(key: str) -> re.Pattern[str]:
-    return re.compile("".join(map(_spelled, key)))
+def _spellings(secret: str) -> re.Pattern[str]:
+    return re.compile("".join(map(_spelled, secret)))
 
 
 def _spelled(character: str) -> str:
