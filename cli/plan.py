@@ -11,6 +11,7 @@ from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked, kv_body
 from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
+from kizami.cli.plan_options import Engines, Finished, check_engines, refuse_other_output, refused_by
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError
 
@@ -39,12 +40,14 @@ def plan(
     allow_requantize: o.AllowRequantize = False,
     max_shard_size: o.MaxShardSize = "5GB",
     tp: o.TensorParallel = None,
+    engine: Engines = None,
     method: m.MethodOption = "search",
     scale_sign: m.ScaleSignOption = "signed",
     clip_allowance: m.ClipAllowance = "auto",
     stats: m.StatsOption = None,
     kv_scales: KvScalesFile = None,
     force_kv_scales: ForceKvScales = False,
+    finished: Finished = None,
     output: o.ToFile = None,
     write_recipe: o.WriteRecipe = None,
     quiet: o.Quiet = False,
@@ -56,10 +59,11 @@ def plan(
 
     One action and one reason per tensor, exact bytes, bytes per GPU. Takes the options of convert that shape the
     output. Reads headers only. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
-    --tp, or no serving engine loads the output at that size.
+    --tp, or no serving engine loads the output at that size, or one that --engine names does not.
     """
     from kizami.cli.hub_source import open_headers
     from kizami.quantize.capacity import split_groups
+    from kizami.quantize.card import hub_origin
     from kizami.quantize.loading import too_many_ranks
     from kizami.quantize.planner import build_plan
 
@@ -69,6 +73,7 @@ def plan(
     )
     policy = o.policy_from(context, told, ui)
     check_force(context, kv_scales, force_kv_scales)
+    check_engines(context, engine)
     how, statistics = m.method_from(method, scale_sign, clip_allowance, stats, policy.group_size)
     checkpoint = open_headers(ui, src)
     inputs = (recipe, kv_scales)
@@ -76,7 +81,10 @@ def plan(
     recipe_file = None if write_recipe is None else Target.checked(str(write_recipe), checkpoint.root, *inputs)
     kv = kv_asked(kv_scales, force_kv_scales, checkpoint)
     made = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
+    if finished is not None:
+        refuse_other_output(finished, src, made, checkpoint)
     body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics))
+    body["source"] |= dict(zip(("repo", "commit"), hub_origin(checkpoint.root) or (None, None), strict=True))
     if target is not None:
         target.write(plan_document(made, body))
         ui.note(f"written to {output}")
@@ -92,13 +100,13 @@ def plan(
     else:
         show_plan(ui, made, tp, body)
         ui.warn(made.warnings)
-    if tp is None:
-        return
-    findings = [*map(str, split_groups(made, tp))]
-    if (why := too_many_ranks(made, tp)) is not None:
+    findings = refused_by(body, engine, tp)
+    if tp is not None:
+        findings += map(str, split_groups(made, tp))
+    if tp is not None and (why := too_many_ranks(made, tp)) is not None:
         findings.append(why)
     if findings:
-        ui.fail(findings, len(findings))
+        Ui().fail(findings, len(findings))  # under --json, too: the object is long, and a log wants the reason
         raise typer.Exit(1)
 
 
@@ -334,8 +342,9 @@ COMMAND = Command(
     plan,
     (
         "kizami plan GLM-5.2-FP8/",
-        "kizami plan zai-org/GLM-5.2-FP8 --group-size 128 --tp 8",
+        "kizami plan zai-org/GLM-5.2-FP8 --group-size 128 --tp 8 --engine sglang",
         "kizami plan GLM-5.2-FP8/ --method weighted --stats stats/",
+        "kizami plan GLM-5.2-FP8/ --finished GLM-5.2-INT4/",
         r"kizami plan GLM-5.2-FP8/ --ignore 're:.*\.layers\.3\..*' -o plan.json",
     ),
 )

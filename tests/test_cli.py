@@ -180,7 +180,7 @@ def test_plan_tp_exits_1_with_the_module_and_the_numbers(kizami: Run, tiny_check
         in heads.err
     )
     as_json = kizami("plan", tiny_checkpoint, "--tp", "8", "--json")
-    assert (as_json.code, as_json.err) == (1, "")
+    assert (as_json.code, as_json.err) == (1, done.err), "stdout has the object, and a log the reason"
     assert as_json.json["tensor_parallel"]["findings"][0]["size"] == 128
 
 
