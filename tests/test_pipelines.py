@@ -71,15 +71,106 @@ def test_a_limit_that_is_missed_ends_it_and_nothing_is_pushed(
     assert report.get("failures") == "1"
 
 
+@pytest.fixture
+def told(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """The same, where `kizami` does nothing but write down its words: see `calls`. FAIL: the command that fails."""
+    script = tmp_path / "bin" / "kizami"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\n'
+        'case $1 in verify | plan | convert) echo "{}" ;; esac\n'
+        '[ "$1" != "${FAIL:-}" ] || exit "${WITH:-1}"\n'
+    )
+    return env
+
+
+def calls(tmp_path: Path) -> list[str]:
+    """One line for each command that was run, and none of an earlier question."""
+    lines = (tmp_path / "calls").read_text().splitlines()
+    (tmp_path / "calls").unlink()
+    return lines
+
+
+@pytest.mark.parametrize("words", [(), ("src",), ("", "out"), ("src", ""), ("src", "out", "me/int4", "more")], ids=len)
+def test_wrong_words_are_answered_with_the_usage(told: dict[str, str], tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = run(FOLDER / "pipeline.sh", *words, env=told, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "pipeline.sh: usage: pipeline.sh SRC OUT [REPO]\n")
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_variable_of_the_script_wins_over_that_of_the_option(told: dict[str, str], tmp_path: Path) -> None:
+    def sizes(**variables: str) -> tuple[set[str], set[str]]:
+        done = run(FOLDER / "pipeline.sh", "src", "out", env=told | variables, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        made = "\n".join(calls(tmp_path))
+        return set(re.findall(r"--tp (\S+)", made)), set(re.findall(r"--max-rel-error (\S+)", made))
+
+    assert sizes() == ({"1"}, {"0.12"})
+    options = {"KIZAMI_TP": "8", "KIZAMI_MAX_REL_ERROR": "0.2"}
+    assert sizes(**options) == ({"8"}, {"0.2"})
+    assert sizes(**options, TP="4", MAX_REL_ERROR="0.3") == ({"4"}, {"0.3"})
+
+
+def test_the_engine_is_asked_before_anything_is_written(told: dict[str, str], tmp_path: Path) -> None:
+    assert run(FOLDER / "pipeline.sh", "src", "out", env=told | {"ENGINE": "vllm"}, cwd=tmp_path).returncode == 0
+    made = calls(tmp_path)
+    assert made[0].startswith("plan src --finished out --tp 1 --engine vllm")
+    assert [line.split()[0] for line in made] == ["plan", "convert", "report", "report", "check", "verify"]
+    assert run(FOLDER / "pipeline.sh", "src", "out", env=told | {"KIZAMI_EP": "8"}, cwd=tmp_path).returncode == 0
+    assert "--engine" not in calls(tmp_path)[0], "plan knows no expert parallelism"
+
+
+def test_limits_of_outputs_have_the_source(told: dict[str, str], tmp_path: Path) -> None:
+    assert run(FOLDER / "pipeline.sh", "src", "out", env=told | {"KIZAMI_STATS": "stats"}, cwd=tmp_path).returncode == 0
+    reports = [line for line in calls(tmp_path) if line.startswith("report")]
+    assert len(reports) == 2
+    assert all("--against src" in line for line in reports)
+
+
+@pytest.mark.parametrize("name", ["plan", "convert", "report", "check", "verify", "push"])
+def test_a_step_that_fails_is_named_and_is_the_last(told: dict[str, str], tmp_path: Path, name: str) -> None:
+    env = told | {"FAIL": name, "WITH": "3"}
+    done = run(FOLDER / "pipeline.sh", "src", "out", "me/int4", env=env, cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1] == f"pipeline.sh: FAILED: {name}, exit code 3"
+    assert "DONE" not in done.stderr
+    assert calls(tmp_path)[-1].startswith(name)
+    stopped = run(FOLDER / "pipeline.sh", "src", "out", "me/int4", env=env | {"WITH": "143"}, cwd=tmp_path)
+    assert stopped.returncode == 143
+    assert f"pipeline.sh: {name}: interrupted, exit code 143" in stopped.stderr
+
+
+def test_results_of_an_earlier_run_are_not_left(told: dict[str, str], tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in ("verify.json", "report.xml", "summary.md"):
+        (results / name).write_text("of an earlier run")
+    done = run(FOLDER / "pipeline.sh", "src", "out", env=told | {"FAIL": "plan"}, cwd=tmp_path)
+    assert done.returncode == 1
+    assert {path.name for path in results.iterdir()} == {"plan.json"}
+
+
+def test_a_plan_that_fails_says_why_in_a_few_lines(tiny_checkpoint: Path, env: dict[str, str], tmp_path: Path) -> None:
+    done = run(FOLDER / "pipeline.sh", tiny_checkpoint, "out", env=env | {"TP": "8"}, cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "pipeline.sh: FAILED: plan, exit code 1"
+    assert len(lines) < 10
+    assert all(line.startswith("kizami: failed: ") for line in lines[:-1])
+    assert "K = 128 on 8 ranks" in done.stderr
+    assert json.loads((tmp_path / "results" / "plan.json").read_text())["tensor_parallel"]["requested"] == 8
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.long
-def test_the_slurm_job_hands_its_words_on(demo_checkpoint: Path, env: dict[str, str], tmp_path: Path) -> None:
+def test_the_slurm_job_hands_its_words_and_cores_on(demo_checkpoint: Path, env: dict[str, str], tmp_path: Path) -> None:
     fake = tmp_path / "bin" / "srun"
-    fake.write_text('#!/bin/sh\nexec "$@"\n')
+    fake.write_text(f'#!/bin/sh\necho "$SRUN_CPUS_PER_TASK" > "{tmp_path}/cores"\nexec "$@"\n')
     fake.chmod(0o755)
-    env |= {"KIZAMI_PIPELINE": str(FOLDER / "pipeline.sh")}
+    env |= {"KIZAMI_PIPELINE": str(FOLDER / "pipeline.sh"), "SLURM_CPUS_PER_TASK": "16"}
     done = run(FOLDER / "slurm.sh", demo_checkpoint, "out", env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "kizami.json").exists()
+    assert (tmp_path / "cores").read_text() == "16\n"
 
 
 @pytest.mark.long
@@ -90,12 +181,81 @@ def test_an_output_of_other_settings_is_not_published(
     assert run(*words, env=env, cwd=tmp_path).returncode == 0
     done = run(*words, "me/int4", env=env | {"KIZAMI_GROUP_SIZE": "64"}, cwd=tmp_path)
     assert done.returncode == 2
-    assert "out was not made from" in done.stderr
+    assert "was made with other settings: " in done.stderr
+    assert "--group-size (32 there, 64 here)" in done.stderr
     shutil.rmtree(tmp_path / "results")
-    assert run(*words, env=env, cwd=tmp_path).returncode == 2
+    (tmp_path / "out" / ".kizami").mkdir()  # as of a run that was killed between its rename and its end
+    again = run(FOLDER / "pipeline.sh", f"{demo_checkpoint}/", "out", env=env, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert not (tmp_path / "out" / ".kizami").exists()
+    assert re.search(r"^pipeline.sh: verify: ok, \d+ tensors held to the source$", again.stderr, re.M)
+    assert again.stderr.splitlines()[-1].startswith("pipeline.sh: DONE: out: ")
 
 
-def test_a_step_that_fails_ends_the_script(env: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.long
+def test_an_output_that_does_not_verify_has_its_reports_and_is_not_pushed(
+    demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    words = (FOLDER / "pipeline.sh", demo_checkpoint, "out")
+    assert run(*words, env=env, cwd=tmp_path).returncode == 0
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    with shard.open("r+b") as f:
+        f.seek(-1, 2)
+        last = f.read(1)
+        f.seek(-1, 2)
+        f.write(bytes([last[0] ^ 1]))
+    with LocalHub(tmp_path / "hub") as hub:
+        done = run(*words, "me/int4", env=env | hub.environment(tmp_path / "home"), cwd=tmp_path)
+        assert hub.requests == []
+    assert done.returncode == 1
+    assert "SHA-256 is" in done.stderr
+    assert done.stderr.splitlines()[-1] == "pipeline.sh: FAILED: verify, exit code 1"
+    assert ElementTree.parse(tmp_path / "results" / "report.xml").getroot().get("failures") == "0"
+
+
+@pytest.mark.long
+def test_a_limit_that_convert_misses_has_its_reports(
+    demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    words = (FOLDER / "pipeline.sh", demo_checkpoint, "out")
+    missed = env | {"KIZAMI_MAX_REL_ERROR": "0.001"}
+    done = run(*words, env=missed, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "pipeline.sh: FAILED: convert, exit code 1")
+    assert re.search(r"^kizami: failed: .*: relative error 0\.\d+, expected at most 0.001$", done.stderr, re.M)
+    assert ElementTree.parse(tmp_path / "results" / "report.xml").getroot().get("failures") == "1"
+    assert "| role |" in (tmp_path / "results" / "summary.md").read_text()
+    again = run(*words, env=missed, cwd=tmp_path)
+    assert (again.returncode, again.stderr.splitlines()[-1]) == (1, "pipeline.sh: FAILED: report, exit code 1")
+    assert run(*words, env=env, cwd=tmp_path).returncode == 0, "another limit needs no other OUT"
+
+
+@pytest.mark.long
+def test_a_source_on_the_hub_that_has_moved_is_not_taken_for_the_old_one(
+    demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    source = "zai-org/tiny-fp8"
+    with LocalHub(tmp_path / "hub") as hub:
+        first = hub.add_repo(source, {path.name: path for path in demo_checkpoint.iterdir()})
+        env |= hub.environment(tmp_path / "home")
+        words = (FOLDER / "pipeline.sh", source, "out", "me/int4")
+        done = run(*words, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"no weight compared: {source} is on the Hub" in done.stderr
+        shard = next(demo_checkpoint.glob("*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1  # the same headers: the plan's hash is the same
+        second = hub.commit(source, {shard.name: bytes(data)})
+        sent = len(hub.commits("me/int4"))
+        moved = run(*words, env=env, cwd=tmp_path)
+        assert len(hub.commits("me/int4")) == sent
+        assert moved.returncode == 2
+        assert f"was made of {source}@{first}, and {source} is commit {second} now" in moved.stderr
+        assert "DONE" not in moved.stderr
+        pinned = run(FOLDER / "pipeline.sh", f"{source}@{first}", "out", "me/int4", env=env, cwd=tmp_path)
+        assert pinned.returncode == 0, pinned.stderr
+
+
+def test_a_step_that_is_refused_ends_the_script(env: dict[str, str], tmp_path: Path) -> None:
     done = run(FOLDER / "pipeline.sh", tmp_path / "absent", "out", "me/int4", env=env, cwd=tmp_path)
     assert done.returncode == 2
     assert "does not exist" in done.stderr
@@ -121,6 +281,59 @@ def test_the_wrappers_are_yaml_that_runs_the_script(name: str) -> None:
         assert "${{" not in step, "an input in a script is a way in for whoever sets it"
 
 
+def test_the_gitlab_job_takes_the_variables_of_the_file_that_includes_it(told: dict[str, str], tmp_path: Path) -> None:
+    """A job's variables win over global ones, which is where its header has the user set them."""
+    page = read_yaml(FOLDER / "gitlab.yml", "gitlab.yml")
+    shown = re.search(r"variables: \{ (.*) \}", (FOLDER / "gitlab.yml").read_text())
+    assert shown is not None
+    ours = {name: value.strip('"') for name, value in (pair.split(": ") for pair in shown[1].split(", "))}
+    assert {"SOURCE", "REPO", "TP"} <= ours.keys()
+    assert page.keys() == {"convert"}
+    (_, script) = page["convert"]["script"]
+    env = told | ours | page["convert"].get("variables", {})
+    subprocess.run(["sh", "-c", script], env=env, cwd=copy_of_the_script(tmp_path), check=True)
+    made = calls(tmp_path)
+    assert f"check out --engine sglang --tp {ours['TP']}" in made
+    assert made[-1] == f"push out {ours['REPO']}"
+    env |= {"OUT": "elsewhere", "ENGINE": "vllm", "MAX_REL_ERROR": "0.2"} | page["convert"].get("variables", {})
+    subprocess.run(["sh", "-c", script], env=env, cwd=copy_of_the_script(tmp_path), check=True)
+    made = calls(tmp_path)
+    assert f"check elsewhere --engine vllm --tp {ours['TP']}" in made
+    assert any("--max-rel-error 0.2" in line for line in made)
+
+
+def copy_of_the_script(tmp_path: Path) -> Path:
+    """A folder in which it lies where it does in the repository."""
+    folder = tmp_path / "checkout"
+    (folder / "examples" / "pipelines").mkdir(parents=True, exist_ok=True)
+    shutil.copy(FOLDER / "pipeline.sh", folder / "examples" / "pipelines")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("inputs", "variables", "tp", "limit"),
+    [
+        ({}, {}, "1", "0.12"),
+        ({}, {"KIZAMI_TP": "8", "KIZAMI_MAX_REL_ERROR": "0.2"}, "8", "0.2"),
+        ({"tp": "4", "max-rel-error": "0.3"}, {"KIZAMI_TP": "8", "KIZAMI_MAX_REL_ERROR": "0.2"}, "4", "0.3"),
+    ],
+    ids=["defaults", "variables", "inputs"],
+)
+def test_an_input_of_the_action_that_is_left_out_hides_no_variable(
+    told: dict[str, str], tmp_path: Path, inputs: dict[str, str], variables: dict[str, str], tp: str, limit: str
+) -> None:
+    page = read_yaml(FOLDER / "action.yml", "action.yml")
+    given = {name: one.get("default", "") for name, one in page["inputs"].items()} | inputs
+    given["source"] = "src"
+    (step,) = (one for one in page["runs"]["steps"] if "env" in one)
+    filled = {name: re.sub(r"\$\{\{ inputs\.(\S+) \}\}", lambda m: given[m[1]], v) for name, v in step["env"].items()}
+    env = told | variables | filled | {"GITHUB_ACTION_PATH": str(FOLDER)}
+    subprocess.run(["sh", "-c", step["run"]], env=env, cwd=tmp_path, check=True)
+    made = calls(tmp_path)
+    assert f"check out --engine sglang --tp {tp}" in made
+    assert any(f"--max-rel-error {limit} " in line for line in made)
+
+
 def test_the_container_has_what_it_runs() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     for path in re.findall(r"/src/(examples/\S+)", text):
@@ -131,6 +344,8 @@ def test_the_container_has_what_it_runs() -> None:
 def test_every_variable_of_the_script_is_explained_in_it() -> None:
     text = (FOLDER / "pipeline.sh").read_text()
     used = set(re.findall(r"\$\{([A-Z_]+):-", text)) - {"GITHUB_STEP_SUMMARY"}
+    used = {name for name in used if not name.startswith("KIZAMI_")}  # options: the reference has them
+    assert {"TP", "ENGINE", "MAX_REL_ERROR", "RESULTS"} <= used
     comment = "\n".join(line for line in text.splitlines() if line.startswith("#"))
     for name in used:
         assert name in comment, name

@@ -1,62 +1,113 @@
 #!/bin/sh
-# Convert, prove, judge, publish: what the GitHub action, the GitLab job, the container and the Slurm job run.
+# Convert, judge, prove, publish: what the GitHub action, the GitLab job, the container and the Slurm job run.
 #
 #   pipeline.sh SRC OUT [REPO]
 #
-# SRC: a folder, or org/name[@revision] on the Hub. REPO: where a good result goes (HF_TOKEN in the environment).
-# Each step is an exit code: the first one that is not 0 ends it, and nothing is pushed. Run again, it resumes; an OUT of
-# another source or with other settings is refused.
-# The proof compares every tensor with the source: it needs SRC as a folder. Of a SRC on the Hub files and structure of
+# SRC: a folder, or org/name[@revision] on the Hub. REPO: where a good result goes (HF_TOKEN in the environment). It is
+# looked at last: name a new repository, or the one of this very output.
+# Steps: plan, convert, report (the limits), check, verify, push. Each is an exit code: the first one that is not 0 ends
+# it, and nothing is pushed. Run again, it resumes. An OUT that is there must be of this source, of the commit that the
+# Hub has now, and of these settings: kizami plan --finished says so from OUT/kizami.json.
+# The proof compares every tensor with the source: it needs SRC on the disk. Of a SRC on the Hub files and structure of
 # OUT are verified, and its figures are those of the run; the script says so.
 # RESULTS (default results): plan.json, convert.json, events.jsonl, verify.json, report.xml (JUnit), summary.md.
-# ENGINE, TP: who will serve it. MAX_REL_ERROR: the limit of each tensor. Every option of kizami can be set as a
-# variable, too: KIZAMI_GROUP_SIZE=64.
+# ENGINE (sglang), TP (1): who will serve it. MAX_REL_ERROR (0.12): the limit of each tensor. Options of kizami that the
+# script itself does not give can be set as variables, too: KIZAMI_GROUP_SIZE=64.
 set -eu
 
+say() {
+    echo "pipeline.sh: $*" >&2
+}
+
+if [ $# -lt 2 ] || [ $# -gt 3 ] || [ -z "$1" ] || [ -z "$2" ]; then
+    say "usage: pipeline.sh SRC OUT [REPO]"
+    exit 2
+fi
 src=$1
 out=$2
 repo=${3:-}
 results=${RESULTS:-results}
+engine=${ENGINE:-sglang}
+tp=${TP:-${KIZAMI_TP:-1}}
+limit=${MAX_REL_ERROR:-${KIZAMI_MAX_REL_ERROR:-0.12}}
 mkdir -p "$results"
+rm -f "$results/verify.json" "$results/report.xml" "$results/summary.md" # of an earlier run
 
-step() { # step FILE COMMAND...: its object goes to FILE, and is shown if it fails
-    file=$results/$1
+fail() { # fail NAME CODE
+    case $2 in
+        130 | 143) say "$1: interrupted, exit code $2; the same command goes on" ;;
+        *) say "FAILED: $1, exit code $2" ;;
+    esac
+    exit "$2"
+}
+
+step() { # step NAME COMMAND...: its object goes to NAME.json; code: how it ended. What it says of a failure is shown
+    name=$1
     shift
     code=0
-    "$@" --json > "$file" || code=$?
-    if [ "$code" -ne 0 ]; then
-        cat "$file" >&2
-        exit "$code"
+    "$@" --json > "$results/$name.json" || code=$?
+    if [ "$code" -ne 0 ] && { [ "$name" = verify ] || grep -q '"kizami.error/1"' "$results/$name.json"; }; then
+        head -n 60 "$results/$name.json" >&2 # plan has said why, report will say of convert; their objects are long
     fi
 }
 
-plan_of() { # the hash of source headers and settings in a file
-    sed -n 's/.*"plan_hash": "\([0-9a-f]*\)".*/\1/p' "$1" | head -n 1
+judge() { # code: 1 if a limit is missed; the files are there in any case
+    code=0
+    set --
+    if [ -n "${KIZAMI_STATS:-}" ]; then
+        set -- --against "$src" # the errors of outputs need it
+    fi
+    kizami report "$out" "$@" --max-rel-error "$limit" --format junit -o "$results/report.xml" || code=$?
+    KIZAMI_MAX_REL_ERROR="" KIZAMI_MIN_SQNR="" KIZAMI_MAX_OUTPUT_ERROR="" \
+        kizami report "$out" "$@" --format markdown -o "$results/summary.md" || code=$?
+    if [ -n "${GITHUB_STEP_SUMMARY:-}" ] && [ -e "$results/summary.md" ]; then
+        cat "$results/summary.md" >> "$GITHUB_STEP_SUMMARY"
+    fi
 }
 
-step plan.json kizami plan "$src" --tp "${TP:-1}"
-if [ -e "$out/kizami.json" ]; then
-    made=$(cat "$results/source" 2> /dev/null || true)
-    if [ "$made" != "$src" ] || [ "$(plan_of "$results/plan.json")" != "$(plan_of "$out/kizami.json")" ]; then
-        echo "pipeline.sh: $out was not made from $src with these settings; name another OUT" >&2
-        exit 2
+set -- --engine "$engine"
+if [ -n "${KIZAMI_EP:-}${KIZAMI_PP:-}" ]; then
+    set -- # plan knows of TP alone, check knows all three
+fi
+step plan kizami plan "$src" --finished "$out" --tp "$tp" "$@"
+[ "$code" -eq 0 ] || fail plan "$code"
+say "plan: ok"
+
+if [ -e "$out/kizami.json" ] && [ ! -e "$out/.kizami" ]; then
+    say "convert: $out is there, of this source and these settings"
+else
+    step convert kizami convert "$src" "$out" --events "$results/events.jsonl"
+    converted=$code
+    if [ "$converted" -eq 1 ] && [ -e "$out/kizami.json" ]; then
+        judge # a limit of its own is missed
     fi
+    [ "$converted" -eq 0 ] || fail convert "$converted"
+    say "convert: ok"
+fi
+
+judge
+[ "$code" -eq 0 ] || fail report "$code"
+say "report: ok, limit $limit"
+
+kizami check "$out" --engine "$engine" --tp "$tp" || fail check $?
+say "check: ok"
+
+if [ -e "$src" ]; then
+    step verify kizami verify "$out" --against "$src"
 else
-    echo "$src" > "$results/source"
-    step convert.json kizami convert "$src" "$out" --events "$results/events.jsonl"
+    step verify kizami verify "$out"
 fi
-if [ -d "$src" ]; then
-    step verify.json kizami verify "$out" --against "$src"
+[ "$code" -eq 0 ] || fail verify "$code"
+compared=$(sed -n 's/.*"tensors against the source": \([0-9]*\).*/\1/p' "$results/verify.json")
+if [ -n "$compared" ]; then
+    proven="$compared tensors held to the source"
 else
-    echo "pipeline.sh: $src is on the Hub: $out is verified, and not compared with the source's weights" >&2
-    step verify.json kizami verify "$out"
+    proven="files and structure verified, no weight compared: $src is on the Hub"
 fi
-kizami check "$out" --engine "${ENGINE:-sglang}" --tp "${TP:-1}"
-kizami report "$out" --format markdown -o "$results/summary.md"
-if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then
-    cat "$results/summary.md" >> "$GITHUB_STEP_SUMMARY"
-fi
-kizami report "$out" --max-rel-error "${MAX_REL_ERROR:-0.12}" --format junit -o "$results/report.xml"
+say "verify: ok, $proven"
+
 if [ -n "$repo" ]; then
-    kizami push "$out" "$repo"
+    kizami push "$out" "$repo" || fail push $?
+    say "push: ok"
 fi
+say "DONE: $out: $proven; $engine loads it at tp $tp; ${repo:+pushed to }${repo:-no REPO, nothing pushed}"
