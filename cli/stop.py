@@ -10,12 +10,15 @@ import sys
 
 TYPE_CHECKING = False  # typing costs milliseconds in which a signal would still be Python's
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
     from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 IMPATIENT = 3  # the third Ctrl-C no longer waits for a clean end
 AGAIN_AFTER = 0.05  # seconds
+# A clean end takes a moment, unless a library waits for a server. Slurm and Kubernetes kill 30 s after their signal.
+CLEAN_SECONDS = 20.0
 
 
 class Stopped(BaseException):
@@ -31,9 +34,11 @@ class Stop:
 
     def __init__(self) -> None:
         self._ignoring = False
+        self._patience: threading.Timer | None = None
         self.reset()
 
     def reset(self) -> None:
+        self._wait_for_nothing()
         self.code: int | None = None  # 130 or 143, of the first signal
         self.armed = False
         self.complete: str | None = None
@@ -58,6 +63,7 @@ class Stop:
     def ignore(self) -> None:
         """The exit code is known; the interpreter's end must not be changed by a late signal."""
         self.armed = False
+        self._wait_for_nothing()
         try:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
@@ -75,11 +81,24 @@ class Stop:
         self._count += 1
         if self.code is None:
             self.code = 128 + number
+            self._leave_later()
         if self.armed:
             self.armed = False
             raise Stopped
         if number == signal.SIGINT and self._count >= IMPATIENT:
             self._leave()
+
+    def _leave_later(self) -> None:
+        import threading
+
+        self._patience = threading.Timer(CLEAN_SECONDS, self._leave)
+        self._patience.daemon = True
+        self._patience.start()
+
+    def _wait_for_nothing(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _leave(self) -> None:
         """At once. Nothing is lost: what is finished is on the disk, and the rest is under OUT.partial."""

@@ -164,6 +164,25 @@ def test_only_the_first_signal_raises_and_the_third_interrupt_leaves(monkeypatch
     assert left == []
     stop._receive(signal.SIGINT, None)
     assert left == [143]
+    stop.reset()
+
+
+def test_an_end_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a library waits in a thread for a server's answer, and its pool for the thread."""
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(os, "write", lambda fd, data: len(data))
+    monkeypatch.setattr("kizami.cli.stop.CLEAN_SECONDS", 0.05)
+    for ended, expected in ((True, []), (False, [143])):
+        stop = Stop()
+        stop.armed = True
+        with pytest.raises(Stopped):
+            stop._receive(signal.SIGTERM, None)
+        if ended:
+            stop.reset()
+        time.sleep(0.5)
+        assert left == expected
+        stop.reset()
 
 
 def test_a_signal_that_was_ignored_from_the_start_stays_ignored(tiny_checkpoint: Path) -> None:
@@ -501,6 +520,7 @@ def test_a_signal_in_native_code_waits_for_its_end() -> None:
     assert stop.code == 130
     os.kill(os.getpid(), signal.SIGTERM)  # later ones change nothing
     assert stop.code == 130
+    stop.reset()
 
 
 def test_without_a_signal_holding_changes_nothing() -> None:
@@ -511,3 +531,4 @@ def test_without_a_signal_holding_changes_nothing() -> None:
     with pytest.raises(Stopped):
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.code == 143
+    stop.reset()
