@@ -20,6 +20,7 @@ from local_hub_api import CDN_ROUTES, ROUTES, Routes
 from local_hub_faults import NO_ONE, Answer, Call, Ends, Fault, Faults, Refusal, Request, Server
 from local_hub_repos import Blob, Commit, Repo, Store
 
+NO_WRITER = "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request"
 GITATTRIBUTES = b"*.bin filter=lfs diff=lfs merge=lfs -text\n*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
 
@@ -62,12 +63,15 @@ class LocalHub:
         private: bool = False,
         gated: bool = False,
         lfs_from: int = 10_000,
+        lfs_weights: bool = True,
+        read_only: bool = False,
     ) -> str:
-        """The id of its first commit. Files of `lfs_from` bytes and more are LFS, and all *.safetensors."""
+        """The id of its first commit. Files of `lfs_from` bytes and more are LFS, and all *.safetensors where
+        `lfs_weights`. read_only: the token may not write there."""
         with self.lock:
             assert name not in self._repos, name
             assert re.fullmatch("[^/]+/[^/]+", name), name
-            self._repos[name] = repo = Repo(name, private, gated, lfs_from)
+            self._repos[name] = repo = Repo(name, private, gated, lfs_from, lfs_weights, read_only)
             return repo.add(self._tree(repo, {}, files), "initial commit").oid
 
     def commit(self, repo: str, files: Mapping[str, bytes | Path | None], title: str = "moved") -> str:
@@ -113,6 +117,8 @@ class LocalHub:
         """The repository of a call, as far as its token reaches. Who sees none is told of no private one."""
         known = self.known(call)
         repo = self._repos.get(call.groups["repo"])
+        if repo is not None and known and write and repo.read_only:
+            raise Refusal(403, NO_WRITER)
         if repo is not None and (known or not (write or repo.private)):
             return repo
         raise Refusal(404, "Repository not found", "RepoNotFound") if known else Refusal(401, NO_ONE, "RepoNotFound")
@@ -126,6 +132,8 @@ class LocalHub:
     def created(self, name: str, private: bool) -> bool:
         """As the real Hub's, a new repository has a commit, with .gitattributes."""
         with self.lock:
+            if name in self._repos and self._repos[name].read_only:
+                raise Refusal(403, "You don't have the rights to create a model under this namespace")
             if name in self._repos:
                 return False
             self.add_repo(name, {".gitattributes": GITATTRIBUTES}, private=private)

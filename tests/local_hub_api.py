@@ -203,7 +203,9 @@ def preupload(hub: "LocalHub", call: Call) -> Answer:
     repo = hub.repo(call, write=True)
     on_main(call)
     asked = json.loads(call.body.read())
-    ignored = [line.strip() for line in asked.get("gitIgnore", "").splitlines() if line.strip()[:1] not in ("", "#")]
+    there = repo.head.tree.get(".gitignore")
+    rules = asked.get("gitIgnore") or (hub.store.path(there).read_text() if there else "")
+    ignored = [line.strip() for line in rules.splitlines() if line.strip()[:1] not in ("", "#")]
     told = []
     for file in asked["files"]:
         path, blob = file["path"], repo.head.tree.get(file["path"])

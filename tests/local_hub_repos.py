@@ -41,6 +41,8 @@ class Repo:
     private: bool = False
     gated: bool = False
     lfs_from: int = 10_000
+    lfs_weights: bool = True
+    read_only: bool = False
     commits: list[Commit] = field(default_factory=list)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -50,7 +52,7 @@ class Repo:
 
     def large(self, path: str, size: int) -> bool:
         """Empty ones never are: the client sends those with the commit whatever the server says."""
-        return size > 0 and (path.endswith(".safetensors") or size >= self.lfs_from)
+        return size > 0 and ((self.lfs_weights and path.endswith(".safetensors")) or size >= self.lfs_from)
 
     def find(self, revision: str) -> Commit | None:
         if revision == "main":
