@@ -1,7 +1,6 @@
 """A conversion from the Hub or to it: what `Remote` is made of, and what is left to do when it has ended."""
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kizami.cli import hub_source
+from kizami.cli import hub_finished, hub_source
 from kizami.cli import options as o
 from kizami.cli.output import Ui, counted
 from kizami.formats.errors import KizamiError
@@ -17,6 +16,7 @@ from kizami.formats.errors import KizamiError
 if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.hub.mirror import Mirror
+    from kizami.quantize.delivery import Delivery
     from kizami.quantize.pipeline import Remote
     from kizami.quantize.plan import Plan
     from kizami.quantize.report import Row
@@ -54,9 +54,6 @@ def remote_of(
 ) -> "Remote | None":
     """None where neither end is on the Hub. KizamiError "scratch_limit", "push_target", and as
     `as_refusal`: before anything is converted."""
-    from kizami.formats.places import partial_of
-    from kizami.formats.side_files import find_side_files
-    from kizami.quantize.delivery import Delivery
     from kizami.quantize.pipeline import Remote
     from kizami.quantize.supply import check_limit
 
@@ -69,42 +66,47 @@ def remote_of(
     if mirror is not None:
         ui.progress("fetching what lies beside the weights")
         hub_source.fetch_side_files(checkpoint, mirror)
-    delivery = None
-    if asked.push_to is not None:
-        repo, delete, place = asked.push_to, asked.delete_pushed, partial_of(out)
-        names = {*(shard.file for shard in plan.shards), *find_side_files(checkpoint).copied}
-        target, finished = hub_source.open_target(ui, repo, plan.hash, names, private=asked.private)
-        if finished is not None and delete and not place.exists():
-            _end_of_a_killed_run(ui, repo, finished, checkpoint, mirror, out)
-        delivery = Delivery(target, place, delete, plan.hash, on_card=ui.progress, gate=_gate(max_rel_error))
+    delivery = None if asked.push_to is None else _delivery(ui, plan, checkpoint, mirror, out, asked, max_rel_error)
     return Remote(mirror, delivery, limit)
 
 
-def _end_of_a_killed_run(
-    ui: Ui, repo: str, manifest: dict[str, Any], checkpoint: "Checkpoint", mirror: "Mirror | None", out: Path
-) -> None:
-    """All is on the Hub already, by this plan: if the source is the one that it was made from, nothing is left to do
-    but to remove what a killed run has left. KizamiError "push_target" otherwise: the plan of a fine-tune is that of
-    its model."""
-    from kizami.formats.fingerprint import sample_contents
+def _delivery(
+    ui: Ui,
+    plan: "Plan",
+    checkpoint: "Checkpoint",
+    mirror: "Mirror | None",
+    out: Path,
+    asked: HubAsked,
+    max_rel_error: float | None,
+) -> "Delivery":
+    """To a repository that is seen to take all files. Where it holds all of them already, the program ends here."""
+    from kizami.formats.places import partial_of
+    from kizami.formats.side_files import find_side_files
+    from kizami.quantize.delivery import Delivery, missing_files
+    from kizami.quantize.manifest import CARD
+    from kizami.quantize.place import written_files
 
-    contents = sample_contents(checkpoint) if mirror is None else mirror.all_contents(checkpoint)
-    if contents != manifest.get("source_contents"):
-        raise KizamiError(
-            "holds a conversion of another source by this plan",
-            code="push_target",
-            file=repo,
-            hint="push to a new repository",
-        )
-    shutil.rmtree(_going(out), ignore_errors=True)
-    if mirror is not None:
-        mirror.remove()
-    ui.result(f"{repo} holds this conversion, whole")
-    raise typer.Exit(0)
+    assert asked.push_to is not None
+    repo, delete, place = asked.push_to, asked.delete_pushed, partial_of(out)
+    if delete:
+        hub_finished.refuse_going(out)
+    names = written_files(plan, find_side_files(checkpoint).copied)
+    target, finished = hub_source.open_target(ui, repo, plan.hash, names - {CARD}, private=asked.private)
+    if finished is not None:
+        missing = missing_files(target, finished)
+        hub_finished.refuse_another_source(repo, finished, checkpoint, mirror)
+        if delete and not missing and not place.exists():
+            hub_finished.end_of_a_killed_run(ui, target, finished, plan, checkpoint, mirror, out, max_rel_error)
+        hub_finished.tell_of_missing(ui, repo, missing)
+    left = names - target.head.files.keys()
+    if left or finished is None:
+        target.check_takes(left)
+    gate = _gate(max_rel_error, published=finished is not None)
+    return Delivery(target, place, delete, plan.hash, on_card=ui.progress, gate=gate)
 
 
-def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
-    """A model that misses its limit is not published: its index stays away."""
+def _gate(max_rel_error: float | None, *, published: bool) -> "Callable[[list[Row]], None]":
+    """A model that misses its limit is not published: its index stays away. published: it is there already."""
     from kizami.quantize.report import over_threshold
 
     def check(rows: "list[Row]") -> None:
@@ -113,7 +115,7 @@ def _gate(max_rel_error: float | None) -> "Callable[[list[Row]], None]":
             named = ", ".join(f"{row['name']} ({row['rel_error']:.4f})" for row in over[:OVER_SHOWN])
             said = f"{counted(len(over), 'tensor')} above --max-rel-error {max_rel_error:g}: {named}"
             raise KizamiError(
-                f"{said}; index and config are not pushed",
+                f"{said}; {'it is on the Hub already' if published else 'index and config are not pushed'}",
                 code="over_threshold",
                 hint="raise the limit and run again, or use other settings with a new OUT and a new repository",
             )
@@ -140,13 +142,13 @@ def clean_up(remote: "Remote | None", out: Path) -> None:
     """The run has ended well, and nothing of it is needed any more but OUT, or what is on the Hub."""
     if remote is None:
         return
-    if remote.sheds:  # at once or not at all: half of it would be a run to resume
-        os.rename(made_in(remote, out), _going(out))
+    going = hub_finished.going_of(out)
+    if remote.sheds:
+        if hub_finished.is_going(going):
+            hub_finished.remove_going(going)
+        hub_finished.refuse_going(out)
+        os.rename(made_in(remote, out), going)
     if remote.mirror is not None:
         remote.mirror.remove()
-    shutil.rmtree(_going(out), ignore_errors=True)
-
-
-def _going(out: Path) -> Path:
-    """OUT.partial on its way out."""
-    return out.with_name(f"{out.name}.done")
+    if remote.sheds:
+        hub_finished.remove_going(going)

@@ -1,7 +1,7 @@
 """`kizami push`: a finished output onto the Hub."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,9 @@ from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, gib
 from kizami.formats.errors import KizamiError
+
+if TYPE_CHECKING:
+    from kizami.formats.hub.target import Target
 
 Repo = Annotated[
     str, typer.Argument(metavar="REPO", show_default=False, help="The repository on the Hub: org/name. Made if absent.")
@@ -35,8 +38,8 @@ def push(
     from kizami.cli.source import finished_output
     from kizami.cli.verify import run_verify, show_verify
     from kizami.formats.hub.target import refuse_too_large
-    from kizami.quantize.delivery import in_commits, stake_of, without_their_card
-    from kizami.quantize.manifest import CARD, output_identity, read_manifest
+    from kizami.quantize.delivery import LAST_MESSAGE, in_commits, stake_of, without_their_card
+    from kizami.quantize.manifest import CARD, read_manifest
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     refuse_nameless_target(repo)
@@ -53,10 +56,7 @@ def push(
     refuse_too_large(shards | others)
     names = (shards | others).keys() - {CARD}  # a card of theirs may stay
     target, there = open_target(ui, repo, manifest["plan_hash"], names, private=private)
-    if there is not None and output_identity(there) != output_identity(manifest):
-        raise KizamiError(
-            "holds another conversion by the same plan", code="push_target", file=repo, hint="push to a new repository"
-        )
+    _check_target(target, there, manifest)
     others = dict(without_their_card(target.head, others, ui.progress))
     stake = stake_of(manifest["plan_hash"])
     before = sum(target.holds(name, path) for name, path in (shards | others).items())
@@ -65,7 +65,8 @@ def push(
         commit = target.commit(part, begin if begin == end else f"{begin} to {end}", stake=stake)
         if target.sent:
             ui.progress(f"pushed {counted(target.sent, 'file')} (commit {commit[:12]})")
-    commit = target.commit(others, "Index, config and card", stake=stake, last=True)
+    stated = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
+    commit = target.commit(others, LAST_MESSAGE, stake=stake, shards=stated)
     nbytes = sum(path.stat().st_size for path in (shards | others).values())
     files = len(shards) + len(others)
     body: dict[str, Any] = {
@@ -77,6 +78,28 @@ def push(
         ui.result(
             f"{repo}: {counted(files, 'file')}, {gib(nbytes)}, {files - before} of them sent now; commit {commit}"
         )
+
+
+def _check_target(target: "Target", there: dict[str, Any] | None, manifest: dict[str, Any]) -> None:
+    """Before anything is sent. there: the manifest of what a run of this plan has finished. KizamiError "push_target",
+    and as `as_write_refusal` where something is to be sent."""
+    from kizami.quantize.delivery import missing_files, stated_files
+    from kizami.quantize.manifest import MANIFEST, output_identity
+
+    ours = {*(shard["file"] for shard in manifest["shards"]), *manifest["files"], MANIFEST}
+    missing = ours - target.head.files.keys()
+    if there is not None:
+        stated_files(there, target.name)
+        if output_identity(there) != output_identity(manifest):
+            raise KizamiError(
+                "holds another conversion by the same plan",
+                code="push_target",
+                file=target.name,
+                hint="push to a new repository",
+            )
+        missing_files(target, there)
+    if missing or there is None:
+        target.check_takes(missing)
 
 
 def files_of(folder: Path, manifest: dict[str, Any]) -> tuple[dict[str, Path], dict[str, Path]]:

@@ -17,10 +17,11 @@ from kizami.formats.hub.target import Target
 from kizami.formats.index import INDEX_NAME
 from kizami.formats.run_log import canonical
 from kizami.quantize.journal import ShardRecord
-from kizami.quantize.manifest import CARD, CONFIG, MANIFEST
+from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, self_hash
 from kizami.quantize.report import Row
 
 BATCH = 10  # shards in a commit: 10 commits for GLM-5.2
+LAST_MESSAGE = "Index, config and card"
 LAST = (INDEX_NAME, CONFIG, MANIFEST)  # a repository that has one of them looks like a model
 
 
@@ -79,19 +80,16 @@ class Delivery:
 
     def last(self, files: Mapping[str, Path], records: Sequence[ShardRecord]) -> str:
         """Commits what waits, then `files`, and gives the commit's id. records: of all shards, which must be there by
-        then. KizamiError "hub_error" for one that is not."""
+        then. KizamiError as `Target.commit`."""
         with self._change:
             self._change.wait_for(lambda: self._error is not None or not self._busy)
             self._raise()
             waiting, self._waiting = self._waiting, []
             self._ended = True
         self._send(waiting)
-        head = self.target.look()
-        lost = next((record.file for record in records if not self.is_there(record)), None)
-        if lost is not None:
-            raise KizamiError("was pushed, and is gone or another file now", code="hub_error", file=lost)
-        files = without_their_card(head, files, self.on_card)
-        self.commit = self.target.commit(files, "Index, config and card", stake=stake_of(self.plan_hash), last=True)
+        files = without_their_card(self.target.look(), files, self.on_card)
+        shards = {record.file: record.sha256 for record in records}
+        self.commit = self.target.commit(files, LAST_MESSAGE, stake=stake_of(self.plan_hash), shards=shards)
         if self.target.sent:
             self.on_commit(self.target.sent, self.commit)
         return self.commit
@@ -177,3 +175,33 @@ def refuse_other_model(
         file=head.name,
         hint="push to a new repository; kizami changes and deletes nothing that is there",
     )
+
+
+def stated_files(manifest: Mapping[str, Any], repo: str) -> dict[str, str]:
+    """Names and SHA-256 of the shards and the other files that a finished repository has by its manifest, but for the
+    card, which may be somebody's. KizamiError "push_target" for a manifest that is not as kizami wrote it."""
+    try:
+        if manifest["self_sha256"] == self_hash(dict(manifest)):
+            shards = {str(shard["file"]): str(shard["sha256"]) for shard in manifest["shards"]}
+            files = shards | {str(name): str(sha256) for name, sha256 in manifest["files"].items()}
+            return {name: sha256 for name, sha256 in files.items() if name != CARD}
+    except (LookupError, TypeError, AttributeError):
+        pass
+    raise KizamiError(
+        f"its {MANIFEST} is not as kizami wrote it", code="push_target", file=repo, hint="push to a new repository"
+    )
+
+
+def missing_files(target: Target, manifest: Mapping[str, Any]) -> list[str]:
+    """What a repository that was finished by this manifest does not have any more. KizamiError "push_target" for
+    another file in the place of one of ours."""
+    stated, there = stated_files(manifest, target.name), target.head.files
+    other = next((name for name, sha256 in stated.items() if name in there and not target.has(name, sha256)), None)
+    if other is not None:
+        raise KizamiError(
+            f"holds another {other} than its {MANIFEST} states",
+            code="push_target",
+            file=target.name,
+            hint="push to a new repository, or remove it there; kizami replaces and deletes nothing of others",
+        )
+    return [name for name in stated if name not in there]
