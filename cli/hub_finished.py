@@ -91,8 +91,7 @@ def end_of_a_killed_run(
         ui.emit("convert", body | {"max_rel_error": max_rel_error, "exceeding": over, "hint": hint})
     else:
         ui.result(f"{target.name} holds this conversion, whole: commit {target.head.commit}")
-    if is_going(going_of(out)):
-        remove_going(going_of(out))
+    clear_going(out)
     if mirror is not None:
         mirror.remove()
     fail_over_threshold(ui, over, max_rel_error, body["method"])
@@ -158,14 +157,26 @@ def is_going(folder: Path) -> bool:
 def refuse_going(out: Path) -> None:
     """Before anything is converted. An empty folder loses nothing. KizamiError "out_exists"."""
     folder = going_of(out)
-    is_empty = folder.is_dir() and not folder.is_symlink() and not os.listdir(folder)
-    if os.path.lexists(folder) and not is_empty and not is_going(folder):
+    if os.path.lexists(folder) and not is_going(folder) and not _is_empty(folder):
         raise KizamiError(
             f"is not kizami's, and {out.name}.partial gets this name when all of it is on the Hub",
             code="out_exists",
             file=str(folder),
             hint="move it away, or choose another OUT",
         )
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and not os.listdir(folder)
+
+
+def clear_going(out: Path) -> None:
+    """Removes what a run that was killed at its end has left under this name, the empty folder included."""
+    folder = going_of(out)
+    if is_going(folder):
+        remove_going(folder)
+    elif _is_empty(folder):
+        folder.rmdir()
 
 
 def remove_going(folder: Path) -> None:

@@ -144,8 +144,7 @@ def clean_up(remote: "Remote | None", out: Path) -> None:
         return
     going = hub_finished.going_of(out)
     if remote.sheds:
-        if hub_finished.is_going(going):
-            hub_finished.remove_going(going)
+        hub_finished.clear_going(out)
         hub_finished.refuse_going(out)
         os.rename(made_in(remote, out), going)
     if remote.mirror is not None:
