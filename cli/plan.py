@@ -163,7 +163,7 @@ def fallbacks_of(plan: "Plan", checkpoint: "Checkpoint", statistics: "Statistics
 def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | None = None) -> dict[str, Any]:
     """The summary under --json: bytes as integers, every figure of the text."""
     from kizami.cli.watch import kernels_are_cold
-    from kizami.quantize.capacity import bytes_per_gpu, tensor_parallel_sizes
+    from kizami.quantize.capacity import plan_weights, tensor_parallel_sizes
     from kizami.quantize.estimate import estimate
     from kizami.quantize.executor import available_cores
     from kizami.quantize.loading import find_loading
@@ -171,6 +171,7 @@ def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | No
     cores = available_cores()
     guess = estimate(plan, plan.method.name, cores)
     kv = None if plan.kv_scales is None else kv_body({"kv_scales": asdict(plan.kv_scales)})
+    weights = plan_weights(plan)
     return {
         "family": plan.family,
         "dialect": plan.dialect,
@@ -195,7 +196,7 @@ def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | No
         "tensor_parallel": {
             "requested": tp,
             "works": tensor_parallel_sizes(plan),
-            "bytes_per_gpu": {str(n): bytes_per_gpu(plan, n) for n in _sizes(tp)},
+            "bytes_per_gpu": {str(n): weights.per_gpu(n, mtp=True) for n in _sizes(tp)},
             "findings": [_finding(finding) for n in _sizes(tp) for finding in _findings(plan, n)],
         },
         "engines": [
@@ -252,7 +253,7 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     ui.say()
     ui.table(
         ("action", "role", "reason", ">tensors", ">bytes"),
-        [(action, role, reason, f"{n:,}", gib(nbytes)) for action, role, reason, n, nbytes in reasons(plan)],
+        [(r["action"], r["role"], r["reason"], f"{r['tensors']:,}", gib(r["bytes"])) for r in body["reasons"]],
     )
     if ui.verbose:
         ui.heading("every tensor")
@@ -338,4 +339,5 @@ COMMAND = Command(
         "kizami plan GLM-5.2-FP8/ --method weighted --stats stats/",
         r"kizami plan GLM-5.2-FP8/ --ignore 're:.*\.layers\.3\..*' -o plan.json",
     ),
+    plans=True,
 )

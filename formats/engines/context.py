@@ -82,6 +82,11 @@ class Model:
         return Model(served, family, read_quantization(served.config), find_parts(served.tensors, family))
 
     @cached_property
+    def signatures(self) -> Mapping[str, frozenset[tuple[str, str, tuple[int, ...]]]]:
+        """What must be equal among the experts of a layer: leaf, dtype and shape of each tensor, by module."""
+        return {name: _signature(part) for name, part in self.parts.items() if part.place.role is Role.ROUTED_EXPERT}
+
+    @cached_property
     def attention(self) -> Attention:
         is_mla = any(part.place.part == "kv_b_proj" for part in self.parts.values())
         return "mla" if is_mla or self.number("kv_lora_rank") else "gqa"
@@ -126,7 +131,14 @@ class Model:
         return found
 
 
+def _signature(part: Part) -> frozenset[tuple[str, str, tuple[int, ...]]]:
+    return frozenset([(leaf, info.dtype, info.shape) for leaf, info in part.leaves.items()])
+
+
 def _cut_expert(name: str, expert: int) -> tuple[str, int, str]:
+    parent, _, leaf = name.rpartition(f".{expert}.")
+    if parent.endswith(".experts") and "." not in leaf:  # as published; the loop below finds it, too
+        return parent, expert, leaf
     components = name.split(".")
     for i in range(len(components) - 2, 0, -1):
         if components[i - 1] == "experts" and components[i].isdigit() and int(components[i]) == expert:

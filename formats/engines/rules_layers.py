@@ -179,10 +179,10 @@ def _unknown(context: Context) -> Iterator[Hit]:
     stops = context.engine == "vllm"
     for part in model.parts.values():
         place = part.place
-        strange = sorted(set(part.leaves) - _LEAVES)
-        leaf = leaf_of(part)
         if place.role is Role.VISION:
             continue
+        strange = sorted(part.leaves.keys() - _LEAVES)
+        leaf = leaf_of(part)
         is_known = place.role is not Role.OTHER and (
             place.role is not Role.ATTENTION or leaf in known or leaf in _KV_PARTS or leaf == "self_attn"
         )
