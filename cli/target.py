@@ -63,7 +63,7 @@ class Target:
             raise KizamiError("its folder does not exist", code="io_error", file=self.name)
         for place in (real, Path(os.path.abspath(path))):
             for folder in (self.checkpoint, *(one for one in self.inputs if one.is_dir())):
-                if _lies_in(place, folder):
+                if lies_in(place, folder):
                     raise self._refused(f"lies in {folder}, which is only read", "write it elsewhere")
             if (mode is None or stat.S_ISREG(mode)) and (found := _weights_beside(place)) is not None:
                 raise self._refused(f"would lie beside {found}, in a checkpoint", "write it elsewhere")
@@ -135,7 +135,7 @@ def _is_same(path: Path, other: Path) -> bool:
         return False  # what reads it will say so
 
 
-def _lies_in(path: Path, folder: Path) -> bool:
+def lies_in(path: Path, folder: Path) -> bool:
     """By device and inode, which sees through links, mounts and case. A Hub snapshot's files lie in `blobs`, so the
     whole cache entry counts."""
     if folder.parent.name == "snapshots":
