@@ -57,7 +57,7 @@ def plan(
     """Show what a conversion would do, without doing it.
 
     One action and one reason per tensor, exact bytes, bytes per GPU. Takes the options of convert that shape the
-    output. Reads headers only. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
+    output. Reads headers, and a few MB to time the disk. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
     --tp, or no serving engine loads the output at that size. Of a long job the time is measured here, in under a
     second.
     """

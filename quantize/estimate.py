@@ -95,11 +95,15 @@ def static_rates(method: MethodName, workers: int) -> Rates:
 
 
 def work_of(plan: Plan) -> Work:
-    rounded = [step for step in plan.steps if step.action == "quantize"]
-    packed = sum(max(step.weight.nbytes, step.weights) for step in rounded)  # of an INT4 source, what it decodes to
-    used = [step for step in plan.steps if step.action != "drop"]
-    moved = sum(step.weight.nbytes for step in used if step.action != "quantize")
-    read = sum(step.source_nbytes for step in used)
+    packed = moved = read = 0
+    for step in plan.steps:
+        if step.action == "drop":
+            continue
+        read += step.source_nbytes
+        if step.action == "quantize":
+            packed += max(step.weight.nbytes, step.weights)  # of an INT4 source, what it decodes to
+        else:
+            moved += step.weight.nbytes
     operations = solve_operations(plan) if plan.method.name == "gptq" else 0.0
     return Work(packed, moved, read, plan.output.file_bytes, operations)
 

@@ -44,21 +44,24 @@ def _dimensions(context: Context) -> Iterator[Hit]:
         return
     expected = _Expected(model)
     bits = {group.weights.bits for group in model.quant.groups if group.is_packed_int} if model.quant else set()
-    for part in model.parts.values():
+
+    def differs(part: Part) -> bool:
         if part.form not in _SIZED or (part.form == "packed" and bits != {4}):
-            continue
+            return False
         if context.engine == "transformers" and part.place.in_mtp:
-            continue  # never loaded there
+            return False  # never loaded there
         found, wanted = part.shape(), expected.shape(part)
         if found is None or wanted is None:
-            continue
-        if found != wanted and any(size not in (None, there) for there, size in zip(found, wanted, strict=True)):
-            sizes = ", ".join("any" if size is None else str(size) for size in wanted)
-            yield Hit(
-                f"{leaf_of(part)} is {list(found)}, config.json makes it [{sizes}]",
-                "take config.json and weights from the same publisher",
-                part.name,
-            )
+            return False
+        return any(size not in (None, there) for there, size in zip(found, wanted, strict=True))
+
+    for part in model.suspects(differs):
+        sizes = ", ".join("any" if size is None else str(size) for size in expected.shape(part) or ())
+        yield Hit(
+            f"{leaf_of(part)} is {list(part.shape() or ())}, config.json makes it [{sizes}]",
+            "take config.json and weights from the same publisher",
+            part.name,
+        )
 
 
 class _Expected:
