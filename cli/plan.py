@@ -57,9 +57,9 @@ def plan(
     """Show what a conversion would do, without doing it.
 
     One action and one reason per tensor, exact bytes, bytes per GPU. Takes the options of convert that shape the
-    output. Reads headers, and a few MB to time the disk. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
-    --tp, or no serving engine loads the output at that size. Of a long job the time is measured here, in under a
-    second.
+    output. Reads headers, and a few MB to time the disk: of a long job the time is measured here, in about a second.
+    -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at --tp, or no serving engine loads
+    the output at that size.
     """
     from kizami.cli.hub_source import open_headers
     from kizami.quantize.capacity import split_groups

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from json.encoder import encode_basestring
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -201,23 +202,34 @@ def _check_tiling(tensors: Sequence[TensorInfo], file: str, data_begin: int, fil
         )
 
 
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
     """The first bytes of a file that holds `specs` in this order without holes: length, JSON, spaces up to 8 bytes.
 
     `metadata` None writes no `__metadata__`. The data then begins at a multiple of 8, as safetensors' own writer does.
     """
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    # Written by hand, as `_compact` would: json.dumps takes three times as long, and a plan needs the headers of all
+    # files for their sizes.
+    entries = [] if metadata is None else [f'"__metadata__":{_compact(dict(metadata))}']
+    names = set() if metadata is None else {"__metadata__"}
     begin = 0
     for spec in specs:
-        problem = "a second tensor of this name" if spec.name in entries else name_problem(spec.name)
+        problem = "a second tensor of this name" if spec.name in names else name_problem(spec.name)
         if problem is not None:
             raise KizamiError(
                 f"cannot be written: {problem}", code="bad_name", tensor=spec.name, hint="rename it in the source"
             )
+        names.add(spec.name)
         end = begin + spec.nbytes
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        shape = ",".join(map(str, spec.shape))
+        entries.append(
+            f'{encode_basestring(spec.name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
+        )
         begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise KizamiError(
