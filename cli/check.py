@@ -218,4 +218,5 @@ COMMAND = Command(
         "kizami check moonshotai/Kimi-K2-Thinking --engine vllm --tp 16 --ep 16",
         "kizami check GLM-5.2-INT4/ --matrix",
     ),
+    plans=True,
 )

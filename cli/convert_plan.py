@@ -9,6 +9,7 @@ import typer
 from kizami.cli import engine as e
 from kizami.cli import method_options as m
 from kizami.cli import options as o
+from kizami.cli.command import collector_paused
 from kizami.cli.hub_source import open_for_convert, refusals_leave_nothing
 from kizami.cli.kv_options import kv_asked
 from kizami.cli.output import Ui
@@ -58,6 +59,22 @@ def prepare(
 ) -> Prepared:
     """kv: FILE of --kv-scales, and --force-kv-scales. KizamiError for what is wrong with SRC, or with options that do
     not go together; as `build_plan`."""
+    with collector_paused():
+        return _prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart)
+
+
+def _prepare(
+    context: typer.Context,
+    ui: Ui,
+    src: str,
+    out: Path,
+    policy: "Policy",
+    codes: Codes,
+    kv: tuple[Path | None, bool],
+    *,
+    dry_run: bool,
+    restart: bool,
+) -> Prepared:
     from kizami.quantize.planner import build_plan
 
     how = codes.method, codes.scale_sign, codes.clip_allowance, codes.stats

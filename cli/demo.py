@@ -97,7 +97,8 @@ def tour(ui: Ui, source: Path, out: Path, workers: int | None) -> dict[str, Any]
     """plan, convert, verify, report, each under the command that does the same."""
     from kizami.cli.convert import show_convert
     from kizami.cli.convert_run import run_convert
-    from kizami.cli.plan import COMPILE_SECONDS, plan_body, show_plan
+    from kizami.cli.plan import plan_body, show_plan
+    from kizami.cli.rates import COMPILE_SECONDS
     from kizami.cli.report import report_body, show_report
     from kizami.cli.verify import run_verify, show_verify, verify_body
     from kizami.cli.watch import kernels_are_cold

@@ -9,6 +9,8 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
+
 from kizami.cli.output import Ui
 from kizami.cli.stop import STOP, Stopped
 from kizami.cli.target import Target, lies_in
@@ -47,6 +49,8 @@ class Events:
             self.write("failed", code=error.code, message=error.message, file=error.file, tensor=error.tensor)
         elif isinstance(error, (Stopped, KeyboardInterrupt)):
             self.write("failed", code="interrupted", message=STOP.say(), file=None, tensor=None)
+        elif isinstance(error, typer.Exit):  # the target had it all
+            self.write("finished" if error.exit_code == 0 else "failed", code="was_finished", exit=error.exit_code)
         elif isinstance(error, Exception):
             self.write("failed", code="internal", message=f"{type(error).__name__}: {error}", file=None, tensor=None)
         if self._file is not None:

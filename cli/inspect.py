@@ -220,4 +220,5 @@ COMMAND = Command(
         "kizami inspect zai-org/GLM-5.2-FP8 --tensors '*.layers.78.eh_proj*'",
         "kizami inspect src/ --json | jq .dtypes",
     ),
+    plans=True,
 )

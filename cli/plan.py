@@ -10,8 +10,9 @@ from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked, kv_body
-from kizami.cli.output import Ui, counted, duration, exact, gib, relative_size
+from kizami.cli.output import Ui, counted, exact, gib, relative_size
 from kizami.cli.plan_options import Engines, Finished, check_engines, refuse_other_output, refused_by
+from kizami.cli.rates import UNMEASURED, Measure, Measured, To, estimate_body, estimate_line, limit_line, measure
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kizami.quantize.plan import Plan, Step
 
 TP_SHOWN = (1, 2, 4, 8, 16)
-COMPILE_SECONDS = 10  # of all kernels, once per version
 
 
 def plan(
@@ -48,6 +48,8 @@ def plan(
     kv_scales: KvScalesFile = None,
     force_kv_scales: ForceKvScales = False,
     finished: Finished = None,
+    measuring: Measure = "auto",
+    to: To = None,
     output: o.ToFile = None,
     write_recipe: o.WriteRecipe = None,
     quiet: o.Quiet = False,
@@ -58,12 +60,14 @@ def plan(
     """Show what a conversion would do, without doing it.
 
     One action and one reason per tensor, exact bytes, bytes per GPU. Takes the options of convert that shape the
-    output. Reads headers only. -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at
-    --tp, or no serving engine loads the output at that size, or one that --engine names does not.
+    output. Reads headers, and a few MB to time the disk: of a long job the time is measured here, in about a second.
+    -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at --tp, or no serving engine loads
+    the output at that size, or one that --engine names does not.
     """
     from kizami.cli.hub_source import open_headers
     from kizami.quantize.capacity import split_groups
     from kizami.quantize.card import hub_origin
+    from kizami.quantize.executor import available_cores
     from kizami.quantize.loading import too_many_ranks
     from kizami.quantize.planner import build_plan
 
@@ -83,7 +87,8 @@ def plan(
     made = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
     if finished is not None:
         refuse_other_output(finished, src, made, checkpoint)
-    body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics))
+    measured = measure(made, checkpoint, measuring, to, available_cores())
+    body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics), measured)
     body["source"] |= dict(zip(("repo", "commit"), hub_origin(checkpoint.root) or (None, None), strict=True))
     if target is not None:
         target.write(plan_document(made, body))
@@ -168,17 +173,16 @@ def fallbacks_of(plan: "Plan", checkpoint: "Checkpoint", statistics: "Statistics
     return [{"name": fallback.module, "reason": fallback.reason, "method": "search"} for fallback in found]
 
 
-def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | None = None) -> dict[str, Any]:
+def plan_body(
+    plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | None = None, measured: Measured = UNMEASURED
+) -> dict[str, Any]:
     """The summary under --json: bytes as integers, every figure of the text."""
-    from kizami.cli.watch import kernels_are_cold
-    from kizami.quantize.capacity import bytes_per_gpu, tensor_parallel_sizes
-    from kizami.quantize.estimate import estimate
+    from kizami.quantize.capacity import plan_weights, tensor_parallel_sizes
     from kizami.quantize.executor import available_cores
     from kizami.quantize.loading import find_loading
 
-    cores = available_cores()
-    guess = estimate(plan, plan.method.name, cores)
     kv = None if plan.kv_scales is None else kv_body({"kv_scales": asdict(plan.kv_scales)})
+    weights = plan_weights(plan)
     return {
         "family": plan.family,
         "dialect": plan.dialect,
@@ -203,21 +207,14 @@ def plan_body(plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | No
         "tensor_parallel": {
             "requested": tp,
             "works": tensor_parallel_sizes(plan),
-            "bytes_per_gpu": {str(n): bytes_per_gpu(plan, n) for n in _sizes(tp)},
+            "bytes_per_gpu": {str(n): weights.per_gpu(n, mtp=True) for n in _sizes(tp)},
             "findings": [_finding(finding) for n in _sizes(tp) for finding in _findings(plan, n)],
         },
         "engines": [
             {"engine": found.engine, "loads": found.error is None, "error": found.error, "needs": list(found.needs)}
             for found in find_loading(plan, tp or 1)
         ],
-        "estimate": {
-            "workers": cores,
-            "method": plan.method.name,
-            "rounds": "quantize" in plan.counts,
-            "seconds": guess.seconds,
-            "compile_seconds": COMPILE_SECONDS if kernels_are_cold() else 0,
-            "memory_bytes": guess.memory_bytes,
-        },
+        "estimate": estimate_body(plan, available_cores(), measured),
         "warnings": list(plan.warnings),
     }
 
@@ -260,7 +257,7 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     ui.say()
     ui.table(
         ("action", "role", "reason", ">tensors", ">bytes"),
-        [(action, role, reason, f"{n:,}", gib(nbytes)) for action, role, reason, n, nbytes in reasons(plan)],
+        [(r["action"], r["role"], r["reason"], f"{r['tensors']:,}", gib(r["bytes"])) for r in body["reasons"]],
     )
     if ui.verbose:
         ui.heading("every tensor")
@@ -283,8 +280,11 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
         show_fallbacks(ui, body["fallbacks"], plan.method.name)
     if body["kv_scales"]:
         ui.prose(f"KV scales: {body['kv_scales']['statement']}")
+    for note in guess["notes"]:
+        ui.prose(f"estimate: {note}")
     ui.pairs([
-        ("estimate", _estimate(guess)),
+        ("estimate", estimate_line(guess)),
+        ("limit", limit_line(guess)),
         ("source", exact(source["bytes"])),
         ("output", f"{exact(output['bytes'])} in {counted(output['shards'], 'file')}"),
     ])  # fmt: skip
@@ -305,16 +305,6 @@ def _actions(plan: "Plan") -> str:
     legend = f"; {counted(scales, 'scale')} go with their weights" if scales else ""
     counts = ", ".join(f"{action} {count:,}" for action, count in sorted(plan.counts.items(), key=lambda x: -x[1]))
     return f"{counts} ({counted(len(plan.steps), 'tensor')}{legend})"
-
-
-def _estimate(guess: dict[str, Any]) -> str:
-    seconds = max(1.0, guess["seconds"])
-    time = f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
-    cores = counted(guess["workers"], "core")
-    memory = f"{guess['memory_bytes'] / 2**20:,.0f} MiB"
-    once = f", and {guess['compile_seconds']} s once to compile kernels" if guess["compile_seconds"] else ""
-    how = f", --method {guess['method']}" if guess["rounds"] else ""
-    return f"about {time}, {memory} on {cores}{how}{once}"
 
 
 def _short(finding: "SplitGroup") -> str:
@@ -343,8 +333,10 @@ COMMAND = Command(
     (
         "kizami plan GLM-5.2-FP8/",
         "kizami plan zai-org/GLM-5.2-FP8 --group-size 128 --tp 8 --engine sglang",
+        "kizami plan GLM-5.2-FP8/ --to /mnt/fast/",
         "kizami plan GLM-5.2-FP8/ --method weighted --stats stats/",
         "kizami plan GLM-5.2-FP8/ --finished GLM-5.2-INT4/",
         r"kizami plan GLM-5.2-FP8/ --ignore 're:.*\.layers\.3\..*' -o plan.json",
     ),
+    plans=True,
 )

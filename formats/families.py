@@ -8,9 +8,11 @@ The names decide, not the config's counts: checkpoints spell the expert count in
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from kizami.formats.errors import KizamiError, printable
@@ -141,7 +143,7 @@ class Family:
         return self._in_layer(rest, None, True)
 
     def _in_layer(self, rest: list[str], layer: int | None, in_mtp: bool) -> Place:
-        role, part, expert = _role_in_layer(rest) if rest else (Role.OTHER, "", None)
+        role, part, expert = _role_in_layer(tuple(rest)) if rest else (Role.OTHER, "", None)
         if role is Role.OTHER and not self.known and (found := self._generic_expert(rest)):
             role, part, expert = found.role, found.part, found.expert
         if role is Role.OTHER and in_mtp and rest and part in {"fc", "e_proj", "h_proj"}:
@@ -165,23 +167,26 @@ def _is_index(text: str) -> bool:
 
 def _layer_at(parts: list[str]) -> int | None:
     """Position of the first `layers.<int>`."""
-    for i in range(len(parts) - 1):
+    if "layers" not in parts:  # in C, as `index` is: this is asked of every name several times
+        return None
+    for i in range(parts.index("layers"), len(parts) - 1):
         if parts[i] == "layers" and _is_index(parts[i + 1]):
             return i
     return None
 
 
-def _projection(rest: list[str]) -> str:
+def _projection(rest: Sequence[str]) -> str:
     return _PROJECTIONS.get(rest[0], rest[0]) if len(rest) == 1 else ".".join(rest)
 
 
-def _role_in_layer(rest: list[str]) -> tuple[Role, str, int | None]:
+@lru_cache(maxsize=1 << 14)  # what stands in one layer stands in all of them; Kimi-K2 has 1,200 such names
+def _role_in_layer(rest: tuple[str, ...]) -> tuple[Role, str, int | None]:
     """Role, part and expert of the components after `layers.<i>.` (parameter word already cut off)."""
     first, leaf = rest[0], rest[-1]
     if first in _MLP:
         return _role_in_mlp(rest[1:])
     if first == "shared_head":
-        return (Role.HEAD if rest[1:] == ["head"] else Role.NORM if leaf == "norm" else Role.OTHER), leaf, None
+        return (Role.HEAD if rest[1:] == ("head",) else Role.NORM if leaf == "norm" else Role.OTHER), leaf, None
     if _NORM.fullmatch(leaf):
         return Role.NORM, leaf, None
     if first in _ATTENTION and len(rest) > 1:
@@ -189,14 +194,14 @@ def _role_in_layer(rest: list[str]) -> tuple[Role, str, int | None]:
         return role, ".".join(rest[2:] if rest[1] == "indexer" and len(rest) > 2 else rest[1:]), None
     if first in _INDEXER:
         return Role.INDEXER, leaf, None
-    if rest == ["eh_proj"]:
+    if rest == ("eh_proj",):
         return Role.MTP, leaf, None
     if len(rest) == 1 and first in EMBEDDINGS:
         return Role.EMBEDDING, leaf, None
     return Role.OTHER, ".".join(rest), None
 
 
-def _role_in_mlp(rest: list[str]) -> tuple[Role, str, int | None]:
+def _role_in_mlp(rest: tuple[str, ...]) -> tuple[Role, str, int | None]:
     if not rest:
         return Role.OTHER, "", None
     first = rest[0]
@@ -273,28 +278,33 @@ class _NameFacts:
 def _scan(names: Iterable[str]) -> _NameFacts:
     layers: set[int] = set()
     joined: set[int] = set()
-    prefixes: dict[str, int] = {}
+    prefixes: Counter[str] = Counter()
     indices: set[int] = set()
     experts = False
-    for name in names:
+    for name, count in Counter(map(_telling, names)).items():
         parts = name.split(".")
         at = _layer_at(parts)
-        if "mtp" in parts[:at]:
+        experts = experts or "experts" in parts
+        head = parts[:at]
+        if "mtp" in head:
             number = parts[parts.index("mtp") + 1 if at is None else at + 1 :][:1]
             indices |= {int(n) for n in number if _is_index(n)}
-        if at is None or not _VISION.isdisjoint(parts[:at]) or "mtp" in parts[:at]:
-            experts = experts or "experts" in parts
+            continue
+        if at is None or not _VISION.isdisjoint(head):
             continue
         layer = int(parts[at + 1])
         layers.add(layer)
-        head = parts[: at - 1] if at and parts[at - 1] == "model" else parts[:at]
-        prefix = "".join(p + "." for p in head)
-        prefixes[prefix] = prefixes.get(prefix, 0) + 1
+        prefixes["".join(word + "." for word in (head[:-1] if head[-1:] == ["model"] else head))] += count
         if len(parts) > at + 2 and parts[at + 2] == "eh_proj":
             joined.add(layer)
-        experts = experts or "experts" in parts
     prefix = max(prefixes, key=lambda p: (prefixes[p], p), default="")
     return _NameFacts(frozenset(layers), frozenset(joined), frozenset(indices), prefix, experts)
+
+
+def _telling(name: str) -> str:
+    """The part of a name that `_scan` learns from: of 118,000 names of experts' tensors, 76 are left."""
+    head, experts, tail = name.partition(".experts.")
+    return name if not experts or "layers" in tail or "mtp" in tail else f"{head}.experts"
 
 
 def _warnings(family: Family, facts: _NameFacts, nextn: int | None) -> Iterable[str]:

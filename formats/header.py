@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from json.encoder import encode_basestring
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def name_problem(name: str) -> str | None:
         return "an empty tensor name"
     if has_control(name):
         return "a tensor name with a control character"
-    if len(name) > MAX_NAME_BYTES or len(name.encode("utf-8")) > MAX_NAME_BYTES:
+    if len(name) > MAX_NAME_BYTES or (not name.isascii() and len(name.encode("utf-8")) > MAX_NAME_BYTES):
         return f"a tensor name of more than {MAX_NAME_BYTES} bytes"
     return None
 
@@ -129,8 +130,11 @@ def _check_metadata(value: Any, file: str) -> None:
         raise KizamiError("__metadata__ is not an object of strings", code="bad_header", file=file)
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_BITS
+def _are_sizes(values: list[Any]) -> bool:
+    for value in values:  # noqa: SIM110 — a generator takes twice as long, and this is asked of every tensor
+        if type(value) is not int or not 0 <= value < MAX_BITS:
+            return False
+    return True
 
 
 def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
@@ -147,9 +151,9 @@ def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
     bits = DTYPE_BITS.get(dtype) if type(dtype) is str else None
     if bits is None:
         raise bad(f"dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}", "unknown_dtype")
-    if type(shape) is not list or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
+    if type(shape) is not list or len(shape) > MAX_DIMS or not _are_sizes(shape):
         raise bad(f"shape {_short(shape)}, expected a list of at most {MAX_DIMS} integers from 0 to 2^63-1")
-    if type(offsets) is not list or len(offsets) != 2 or not all(map(_is_size, offsets)):
+    if type(offsets) is not list or len(offsets) != 2 or not _are_sizes(offsets):
         raise bad(f"data_offsets {_short(offsets)}, expected two integers from 0 to 2^63-1")
     total = bits * prod(shape)
     if total >= MAX_BITS:
@@ -198,23 +202,34 @@ def _check_tiling(tensors: Sequence[TensorInfo], file: str, data_begin: int, fil
         )
 
 
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
     """The first bytes of a file that holds `specs` in this order without holes: length, JSON, spaces up to 8 bytes.
 
     `metadata` None writes no `__metadata__`. The data then begins at a multiple of 8, as safetensors' own writer does.
     """
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    # Written by hand, as `_compact` would: json.dumps takes three times as long, and a plan needs the headers of all
+    # files for their sizes.
+    entries = [] if metadata is None else [f'"__metadata__":{_compact(dict(metadata))}']
+    names = set() if metadata is None else {"__metadata__"}
     begin = 0
     for spec in specs:
-        problem = "a second tensor of this name" if spec.name in entries else name_problem(spec.name)
+        problem = "a second tensor of this name" if spec.name in names else name_problem(spec.name)
         if problem is not None:
             raise KizamiError(
                 f"cannot be written: {problem}", code="bad_name", tensor=spec.name, hint="rename it in the source"
             )
+        names.add(spec.name)
         end = begin + spec.nbytes
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        shape = ",".join(map(str, spec.shape))
+        entries.append(
+            f'{encode_basestring(spec.name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
+        )
         begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise KizamiError(

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
 from kizami.formats.families import EMBEDDINGS
@@ -197,22 +197,40 @@ class _Taken:
     def __init__(self, modules: Iterable[str], budget: Budget) -> None:
         self.names = frozenset(modules)
         self.budget = budget
-        self._reversed = sorted(module[::-1] for module in self.names)
-        self._tails: set[tuple[tuple[str, ...], str, bool]] = set()
-        self._parts: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
-        self._by_leaf: dict[str, list[str]] = {}
-        self._by_layer: dict[tuple[str, ...], list[str]] = {}  # of every layer in a name: there may be two
         self._hits: dict[str, bool] = {}
+
+    # Each index is made when it is first asked for: of a published model the well-known patterns leave nothing over.
+
+    @cached_property
+    def _reversed(self) -> list[str]:
+        return sorted(module[::-1] for module in self.names)
+
+    @cached_property
+    def _by_leaf(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
         for module in self.names:
-            parts = module.split(".")
-            self._by_leaf.setdefault(parts[-1], []).append(module)
-            for at in {pair for pair in pairwise(parts) if pair[0] in _LAYER_WORDS}:
-                self._by_layer.setdefault(at, []).append(module)
-            name = _Name.of(module)
-            if name.tail:
-                parent, leaf = name.tail[:-1], name.tail[-1]
-                self._tails |= {(parent, leaf, True), (_open(parent), leaf, False)}
-                self._parts |= {(name.at, name.tail[:i]) for i in range(1, min(len(name.tail), _MAX_COMPONENTS))}
+            found.setdefault(module.rpartition(".")[2], []).append(module)
+        return found
+
+    @cached_property
+    def _by_layer(self) -> dict[tuple[str, ...], list[str]]:
+        """Of every layer in a name: there may be two."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for module in self.names:
+            for at in {pair for pair in pairwise(module.split(".")) if pair[0] in _LAYER_WORDS}:
+                found.setdefault(at, []).append(module)
+        return found
+
+    @cached_property
+    def _tails(self) -> set[tuple[tuple[str, ...], str, bool]]:
+        tails = [name.tail for name in map(_Name.of, self.names) if name.tail]
+        exact = {(tail[:-1], tail[-1], True) for tail in tails}
+        return exact | {(_open(tail[:-1]), tail[-1], False) for tail in tails}
+
+    @cached_property
+    def _parts(self) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+        names = [name for name in map(_Name.of, self.names) if name.tail]
+        return {(name.at, name.tail[:i]) for name in names for i in range(1, min(len(name.tail), _MAX_COMPONENTS))}
 
     def has_tail(self, parent: tuple[str, ...], leaves: Iterable[str], exact: bool) -> bool:
         key = parent if exact else _open(parent)

@@ -33,6 +33,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _keys(value: Any) -> int:
+    """How many keys its objects have, all levels together. Of a text without other colons and without a key twice,
+    there are as many colons."""
+    count = 0
+    waiting = [value]
+    while waiting:
+        level = [node for node in waiting if type(node) is dict]
+        count += sum(map(len, level))
+        inner = [child for node in level for child in node.values() if type(child) is dict or type(child) is list]
+        lists = [node for node in waiting if type(node) is list]
+        waiting = inner + [c for node in lists for c in node if type(c) is dict or type(c) is list]
+    return count
+
+
 def _too_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -65,7 +79,10 @@ def parse_json_object(
     if found > marks:
         raise bad(f"has {found} brackets, colons and commas, expected at most {marks}")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object, parse_int=parse_int)
+        text = data.decode("utf-8")
+        value = json.loads(text, parse_int=parse_int)
+        if _keys(value) != data.count(b":"):  # a colon in a string, or a key that is there twice: the slow way tells
+            value = json.loads(text, object_pairs_hook=_object, parse_int=parse_int)
     except UnicodeDecodeError as e:
         raise bad(f"is not UTF-8: byte 0x{data[e.start]:02x} at {e.start}") from None
     except _DuplicateKeyError as e:

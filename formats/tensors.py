@@ -1,6 +1,7 @@
 """Tensor descriptions: what a safetensors header says about one tensor."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 # Bits per element of every dtype word that safetensors 0.8 knows (safetensors/src/tensor.rs, `Dtype::bitsize`).
@@ -11,6 +12,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
+@lru_cache(maxsize=1 << 12)  # a checkpoint has few shapes, and each is asked for a hundred thousand times
 def tensor_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a dense tensor; `dtype` must be a key of DTYPE_BITS and the bit count a multiple of 8."""
     bits = DTYPE_BITS[dtype] * prod(shape)

@@ -100,7 +100,7 @@ def split_groups(plan: Plan, tp: int) -> list[SplitGroup]:
     """One finding per projection and shape that does not divide, named by its first module."""
     group_size = plan.policy.group_size
     findings = []
-    for (part, rows, cols), module in _shapes(plan).items():
+    for (part, rows, cols), module in plan.packed_shapes.items():
         if not tensor_parallel_fits(part, rows, cols, group_size, tp):
             axis, size = ("K", cols) if part in ROW_PARALLEL else ("N", rows)
             findings.append(SplitGroup(module, axis, size, tp, group_size))
@@ -110,15 +110,6 @@ def split_groups(plan: Plan, tp: int) -> list[SplitGroup]:
 def tensor_parallel_sizes(plan: Plan) -> list[int]:
     """The usual sizes at which no packed weight has a group cut in two."""
     return [tp for tp in TP_SIZES if not split_groups(plan, tp)]
-
-
-def _shapes(plan: Plan) -> dict[tuple[str, int, int], str]:
-    """(part, N, K) -> the first module that has them."""
-    shapes: dict[tuple[str, int, int], str] = {}
-    for step in plan.packed:
-        rows, cols = step.shape
-        shapes.setdefault((step.place.part, rows, cols), step.module)
-    return shapes
 
 
 # ------------------------------------------------------------------------------------- the same model in other formats

@@ -144,9 +144,9 @@ def _reason(
     policy: Policy,
     is_plain: bool,
 ) -> str:
-    kind = {ScaledWeight: "FP8", PackedWeight: "INT4"}.get(type(encoding), info.dtype)
-    if action == "quantize" and kind != "INT4":
+    if action == "quantize" and not isinstance(encoding, PackedWeight):
         return wish.reason
+    kind = {ScaledWeight: "FP8", PackedWeight: "INT4"}.get(type(encoding), info.dtype)
     if action == "keep_fp8" and wish.form is None:
         return f"{wish.reason}, FP8, --rest fp8"
     if action == "dequantize" and is_plain and "fp8" in (policy.rest, wish.form):

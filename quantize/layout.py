@@ -18,11 +18,12 @@ def cut_into_shards(steps: Sequence[Step], max_shard_bytes: int) -> tuple[Shard,
     for step in steps:
         if not step.outputs:
             continue
-        if not groups or (size and step.nbytes and size + step.nbytes > max_shard_bytes):  # no file of empty tensors
+        nbytes = step.nbytes
+        if not groups or (size and nbytes and size + nbytes > max_shard_bytes):  # no file of empty tensors
             groups.append([])
             size = 0
         groups[-1].append(step)
-        size += step.nbytes
+        size += nbytes
     if len(groups) > MAX_FILES:
         raise KizamiError(
             f"the output would have {len(groups):,} files, expected at most {MAX_FILES:,}",

@@ -164,9 +164,18 @@ class Plan:
     def counts(self) -> dict[str, int]:
         return dict(sorted(Counter(step.action for step in self.steps).items()))
 
-    @property
+    @cached_property
     def packed(self) -> list[Step]:
         return [step for step in self.steps if step.form == "int4"]
+
+    @cached_property
+    def packed_shapes(self) -> dict[tuple[str, int, int], str]:
+        """(part, N, K) -> the first packed module that has them."""
+        shapes: dict[tuple[str, int, int], str] = {}
+        for step in self.packed:
+            rows, cols = step.shape
+            shapes.setdefault((step.place.part, rows, cols), step.module)
+        return shapes
 
     @cached_property
     def bits_per_weight(self) -> float:

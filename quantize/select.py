@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.families import EMBEDDINGS, Place, Role
@@ -41,6 +41,19 @@ class Selection:
         _check_roles(self.policy)
 
     def wish(self, module: str, place: Place) -> Wish:
+        if self.policy.targets or self.policy.ignore:
+            return self._wish(module, place)
+        by_role = self._by_role  # without patterns the name says nothing
+        key = place.role, place.in_mtp
+        if key not in by_role:
+            by_role[key] = self._wish(module, place)
+        return by_role[key]
+
+    @cached_property
+    def _by_role(self) -> dict[tuple[Role, bool], Wish]:
+        return {}
+
+    def _wish(self, module: str, place: Place) -> Wish:
         what = place.role.value.replace("_", " ")
         target = self._target(module, place)
         ignored = next((p for p in self.policy.ignore if matches(p, module, place)), None)

@@ -85,7 +85,7 @@ def test_help_has_no_noise_and_no_hard_line_breaks() -> None:
     pages[""] = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     for page in pages.values():
         assert not re.search(r"<bool>|<str>|<path>|\[required\]", page)
-    assert "Takes the options of convert that shape the output. Reads headers only." in pages["plan"]
+    assert "Takes the options of convert that shape the output. Reads headers, and a few MB to time" in pages["plan"]
     assert "-q, -v, --json and --debug" in pages[""]
 
 

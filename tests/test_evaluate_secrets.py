@@ -17,9 +17,9 @@ from cli_fixtures import Run
 from conversation_fixtures import ASK, ONE, WEATHER, line
 
 from kizami.calibration.evaluation.batteries import Battery, command
-from kizami.formats.hidden import without_secret, without_login
 from kizami.calibration.evaluation.served import Asking, Server
 from kizami.formats.errors import KizamiError
+from kizami.formats.hidden import without_login, without_secret
 
 KEY = "sk-A/b+c=\"d<&>' e\\f%20~"
 SPELLINGS: dict[str, Callable[[str], str]] = {

@@ -1,6 +1,6 @@
 """What rules look at: the checkpoint as one engine would build it, at one degree of parallelism."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -82,6 +82,32 @@ class Model:
         return Model(served, family, read_quantization(served.config), find_parts(served.tensors, family))
 
     @cached_property
+    def outside_experts(self) -> tuple[Part, ...]:
+        """All but the routed experts, which are nearly all."""
+        return tuple(part for part in self.parts.values() if part.place.role is not Role.ROUTED_EXPERT)
+
+    @cached_property
+    def experts_by_kind(self) -> tuple[Part, ...]:
+        """One of the routed experts of each kind: what a rule says of a name's end, forms and shapes holds for all of
+        a kind, which differ in layer and number."""
+        kinds: dict[tuple[str, bool, Any], Part] = {}
+        for name, signature in self.signatures.items():
+            part = self.parts[name]
+            kinds.setdefault((leaf_of(part), part.place.in_mtp, signature), part)
+        return tuple(kinds.values())
+
+    def suspects(self, look: Callable[[Part], bool]) -> Iterator[Part]:
+        """Parts of which `look` is true, in order; look may not ask for layer or number. Kinds are asked first, so that
+        a sound model of 58,000 experts costs as little as its rest."""
+        is_sound = not any(map(look, self.experts_by_kind))
+        return filter(look, self.outside_experts if is_sound else self.parts.values())
+
+    @cached_property
+    def signatures(self) -> Mapping[str, frozenset[tuple[str, str, tuple[int, ...]]]]:
+        """What must be equal among the experts of a layer: leaf, dtype and shape of each tensor, by module."""
+        return {name: _signature(part) for name, part in self.parts.items() if part.place.role is Role.ROUTED_EXPERT}
+
+    @cached_property
     def attention(self) -> Attention:
         is_mla = any(part.place.part == "kv_b_proj" for part in self.parts.values())
         return "mla" if is_mla or self.number("kv_lora_rank") else "gqa"
@@ -108,9 +134,9 @@ class Model:
     def layers(self) -> Mapping[int, tuple[Part, ...]]:
         """Modules by layer, experts and vision left out."""
         found: dict[int, list[Part]] = {}
-        for part in self.parts.values():
+        for part in self.outside_experts:
             place = part.place
-            if place.layer is not None and place.role is not Role.VISION and place.role is not Role.ROUTED_EXPERT:
+            if place.layer is not None and place.role is not Role.VISION:
                 found.setdefault(place.layer, []).append(part)
         return {layer: tuple(parts) for layer, parts in found.items()}
 
@@ -126,7 +152,14 @@ class Model:
         return found
 
 
+def _signature(part: Part) -> frozenset[tuple[str, str, tuple[int, ...]]]:
+    return frozenset([(leaf, info.dtype, info.shape) for leaf, info in part.leaves.items()])
+
+
 def _cut_expert(name: str, expert: int) -> tuple[str, int, str]:
+    parent, _, leaf = name.rpartition(f".{expert}.")
+    if parent.endswith(".experts") and "." not in leaf:  # as published; the loop below finds it, too
+        return parent, expert, leaf
     components = name.split(".")
     for i in range(len(components) - 2, 0, -1):
         if components[i - 1] == "experts" and components[i].isdigit() and int(components[i]) == expert:
@@ -218,7 +251,7 @@ def _build(context: Context) -> tuple[tuple[Linear, ...], tuple[Experts, ...]]:
     resolve = resolver(model.quant, engine, context.fused)
     merging = Merging.of(engine.name, model.attention, bool(model.number("q_lora_rank")))
     members: dict[str, list[Part]] = {}
-    for part in model.parts.values():
+    for part in model.outside_experts:
         if _is_linear(part, engine.name):
             members.setdefault(merging.name(engine.runtime(part.name, family)), []).append(part)
     linears = []
@@ -239,7 +272,7 @@ def _build(context: Context) -> tuple[tuple[Linear, ...], tuple[Experts, ...]]:
 
 def _is_linear(part: Part, engine: EngineName) -> bool:
     place = part.place
-    if part.form == "none" or place.role is Role.ROUTED_EXPERT:
+    if part.form == "none":
         return False
     if part.form in ("plain", "fp8", "int8") and part.shape() is None:
         return False

@@ -40,11 +40,6 @@ class Part:
         weight = self.leaves.get("weight")
         return (weight.shape[0], weight.shape[1]) if weight is not None and len(weight.shape) == 2 else None
 
-    @property
-    def signature(self) -> frozenset[tuple[str, str, tuple[int, ...]]]:
-        """What must be equal among the experts of a layer."""
-        return frozenset((leaf, info.dtype, info.shape) for leaf, info in self.leaves.items())
-
 
 def find_parts(tensors: Mapping[str, Described], family: Family) -> dict[str, Part]:
     leaves: dict[str, dict[str, Described]] = {}

@@ -44,21 +44,24 @@ def _dimensions(context: Context) -> Iterator[Hit]:
         return
     expected = _Expected(model)
     bits = {group.weights.bits for group in model.quant.groups if group.is_packed_int} if model.quant else set()
-    for part in model.parts.values():
+
+    def differs(part: Part) -> bool:
         if part.form not in _SIZED or (part.form == "packed" and bits != {4}):
-            continue
+            return False
         if context.engine == "transformers" and part.place.in_mtp:
-            continue  # never loaded there
+            return False  # never loaded there
         found, wanted = part.shape(), expected.shape(part)
         if found is None or wanted is None:
-            continue
-        if any(size is not None and size != there for there, size in zip(found, wanted, strict=True)):
-            sizes = ", ".join("any" if size is None else str(size) for size in wanted)
-            yield Hit(
-                f"{leaf_of(part)} is {list(found)}, config.json makes it [{sizes}]",
-                "take config.json and weights from the same publisher",
-                part.name,
-            )
+            return False
+        return any(size not in (None, there) for there, size in zip(found, wanted, strict=True))
+
+    for part in model.suspects(differs):
+        sizes = ", ".join("any" if size is None else str(size) for size in expected.shape(part) or ())
+        yield Hit(
+            f"{leaf_of(part)} is {list(part.shape() or ())}, config.json makes it [{sizes}]",
+            "take config.json and weights from the same publisher",
+            part.name,
+        )
 
 
 class _Expected:
@@ -70,17 +73,19 @@ class _Expected:
         self._experts = number("n_routed_experts", "num_local_experts", "num_experts")
         moe, shared = number("moe_intermediate_size"), number("n_shared_experts")
         inner = (number("intermediate_size"), _times(moe, shared), moe)
-        self._inner: Mapping[Role, Size] = dict(zip(_MLP, inner, strict=True))
+        self._mlp = {role: self._sides(size) for role, size in zip(_MLP, inner, strict=True)}
         self._attention = _mla(model) if model.attention == "mla" else _gqa(model)
+
+    def _sides(self, inner: Size) -> dict[str, tuple[Size, Size]]:
+        hidden = self._hidden
+        return {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
     def shape(self, part: Part) -> tuple[Size, Size] | None:
         role, leaf = part.place.role, part.name.rpartition(".")[2]
         if role is Role.ATTENTION:
             return self._attention.get(leaf)
-        if role in self._inner:
-            inner = self._inner[role]
-            sides = {"gate_proj": (inner, self._hidden), "up_proj": (inner, self._hidden)}
-            return (sides | {"down_proj": (self._hidden, inner)}).get(leaf)
+        if role in self._mlp:
+            return self._mlp[role].get(leaf)
         if role is Role.ROUTER and leaf == "gate":
             return self._experts, self._hidden
         if leaf in ("embed_tokens", "lm_head"):

@@ -15,10 +15,11 @@ _MAX_EXPERTS = 100_000
 
 
 def _uniform(context: Context) -> Iterator[Hit]:
+    signatures = context.model.signatures
     for experts in context.experts:
         by_leaf: dict[str, dict[frozenset[tuple[str, str, tuple[int, ...]]], list[Part]]] = {}
         for part in experts.parts():
-            by_leaf.setdefault(part.name.rpartition(".")[2], {}).setdefault(part.signature, []).append(part)
+            by_leaf.setdefault(part.name.rpartition(".")[2], {}).setdefault(signatures[part.name], []).append(part)
         for leaf, kinds in by_leaf.items():
             usual = max(kinds, key=lambda kind: len(kinds[kind]))
             for kind, parts in kinds.items():

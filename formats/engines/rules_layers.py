@@ -19,7 +19,7 @@ def _indexer(context: Context) -> Iterator[Hit]:
     layers = model.family.num_layers
     if not model.number("index_topk") or layers is None or layers > _MAX_LAYERS or not model.layers:
         return
-    owners = {part.place.layer for part in model.parts.values() if part.place.role is Role.INDEXER}
+    owners = {part.place.layer for part in model.outside_experts if part.place.role is Role.INDEXER}
     expected = {layer for layer in range(layers) if owns_indexer(model, layer, context.engine)}
     count = f"{len(expected & owners)} of {len(expected)}"
     for layer in sorted(expected - owners):
@@ -177,17 +177,19 @@ def _unknown(context: Context) -> Iterator[Hit]:
         return
     known = _KNOWN_PARTS[model.attention]
     stops = context.engine == "vllm"
-    for part in model.parts.values():
-        place = part.place
-        strange = sorted(set(part.leaves) - _LEAVES)
-        leaf = leaf_of(part)
+
+    def is_strange(part: Part) -> bool:
+        place, leaf = part.place, leaf_of(part)
         if place.role is Role.VISION:
-            continue
+            return False
         is_known = place.role is not Role.OTHER and (
-            place.role is not Role.ATTENTION or leaf in known or leaf in _KV_PARTS or leaf == "self_attn"
+            place.role is not Role.ATTENTION or leaf in known or leaf in _KV_PARTS
         )
-        if (is_known or leaf == "self_attn") and not strange:
-            continue
+        return not (is_known or leaf == "self_attn") or bool(part.leaves.keys() - _LEAVES)
+
+    for part in model.suspects(is_strange):
+        place, leaf = part.place, leaf_of(part)
+        strange = sorted(part.leaves.keys() - _LEAVES)
         name = f"{leaf}.{strange[0]}" if strange else leaf
         yield Hit(
             f"{name[:80]} is no name that {model.family.name} has: "

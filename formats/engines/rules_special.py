@@ -30,7 +30,7 @@ def _router_bias(context: Context) -> Iterator[Hit]:
 
 def _plain(context: Context) -> Iterator[Hit]:
     """Parameters and classes that no engine quantizes."""
-    for part in context.model.parts.values():
+    for part in context.model.outside_experts:
         role = part.place.role
         if part.form not in _QUANTIZED or role not in (Role.ROUTER, Role.EMBEDDING, Role.MTP, Role.HEAD, Role.VISION):
             continue
@@ -58,7 +58,7 @@ def _head_is_named(context: Context, part: Part) -> bool:
 def _mla(context: Context) -> Iterator[Hit]:
     """Packed forms of projections that the engine takes apart or puts together itself."""
     sglang = context.engine == "sglang"
-    for part in context.model.parts.values():
+    for part in context.model.outside_experts:
         if part.form not in ("packed", "qweight") or part.place.role not in (Role.ATTENTION, Role.INDEXER):
             continue
         leaf = leaf_of(part)
@@ -95,7 +95,7 @@ def _old_kv_b(context: Context) -> Iterator[Hit]:
 
 def _fp8_indexer(context: Context) -> Iterator[Hit]:
     """vLLM decodes FP8 for wk alone."""
-    for part in context.model.parts.values():
+    for part in context.model.outside_experts:
         if part.form == "fp8" and part.place.role is Role.INDEXER and leaf_of(part) == "weights_proj":
             yield Hit(
                 "indexer.weights_proj is FP8: only wk is decoded, and this one is read as BF16",

@@ -155,3 +155,9 @@ def kernel(function: F) -> F:
     if _FOLDER is not None and not config.DISABLE_JIT:
         dispatcher._cache = _Cache(function)
     return cast(F, dispatcher)
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether the folder has compiled code of this kernel, for some arguments: one form of each is what runs use."""
+    cache: Any = getattr(function, "_cache", None)
+    return isinstance(cache, _Cache) and Path(cache._cache_file._index_path).is_file()
