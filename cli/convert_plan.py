@@ -12,6 +12,7 @@ from kizami.cli import options as o
 from kizami.cli.hub_source import open_for_convert
 from kizami.cli.kv_options import kv_asked
 from kizami.cli.output import Ui
+from kizami.cli.source import open_source
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def prepare(
     *,
     dry_run: bool,
     restart: bool,
+    on_disk: bool,
 ) -> Prepared:
-    """kv: FILE of --kv-scales, and --force-kv-scales. KizamiError for what is wrong with SRC, or with options that do
-    not go together; as `build_plan`."""
+    """kv: FILE of --kv-scales, and --force-kv-scales. on_disk: SRC must be there. KizamiError for what is wrong with
+    SRC, or with options that do not go together; as `build_plan`."""
     from kizami.quantize.planner import build_plan
 
     how = codes.method, codes.scale_sign, codes.clip_allowance, codes.stats
@@ -67,7 +69,10 @@ def prepare(
         job.check_memory(plan)
         return Prepared(plan, job.checkpoint, job=job)
     method, statistics = m.method_from(*how, policy.group_size)
-    checkpoint, mirror = open_for_convert(ui, src, out, dry_run=dry_run, restart=restart)
+    if on_disk:
+        checkpoint, mirror = open_source(src), None
+    else:
+        checkpoint, mirror = open_for_convert(ui, src, out, dry_run=dry_run, restart=restart)
     if mirror is not None and statistics is not None:
         given = o.spelled(context, "stats")
         said = f"{given} needs the source on the disk, where it was made"

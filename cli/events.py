@@ -14,7 +14,7 @@ from kizami.formats.files import io_error
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kizami.quantize.pipeline import RunEvent
+    from kizami.quantize.run_events import RunEvent
 
 SCHEMA = "kizami.event/1"
 EVERY = 5.0  # seconds between two lines of progress
@@ -22,7 +22,7 @@ EVERY = 5.0  # seconds between two lines of progress
 
 class Events:
     """Appends to `name`, a line at once and whole; to nothing for None. A context manager: how the run ended is its
-    last line. `started`, `progress`, `shard`, `pushed`, and `finished` or `failed`."""
+    last line. `started`, `progress`, `shard`, `lost`, `pushed`, and `finished` or `failed`."""
 
     def __init__(self, name: str | None, checkpoint: "Path") -> None:
         self._lock, self._file, self._last = Lock(), None, time.monotonic()
@@ -53,7 +53,7 @@ class Events:
             self._file.flush()
 
     def __call__(self, event: "RunEvent") -> None:
-        from kizami.quantize.pipeline import Progress, Pushed, ShardDone, Started
+        from kizami.quantize.run_events import Progress, Pushed, ShardDone, ShardLost, Started
 
         match event:
             case Started():
@@ -75,6 +75,8 @@ class Events:
                     packed=len(errors),
                     max_rel_error=max(errors, default=None),
                 )
+            case ShardLost():
+                self.write("lost", file=event.shard.file, reason=event.reason)
             case Pushed():
                 self.write("pushed", files=event.files, commit=event.commit)
 

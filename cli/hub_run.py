@@ -17,7 +17,7 @@ from kizami.formats.errors import KizamiError
 if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.hub.mirror import Mirror
-    from kizami.quantize.pipeline import Remote
+    from kizami.quantize.job import Remote
     from kizami.quantize.plan import Plan
     from kizami.quantize.report import Row
 
@@ -57,7 +57,7 @@ def remote_of(
     from kizami.formats.places import partial_of
     from kizami.formats.side_files import find_side_files
     from kizami.quantize.delivery import Delivery
-    from kizami.quantize.pipeline import Remote
+    from kizami.quantize.job import Remote
     from kizami.quantize.supply import check_limit
 
     if mirror is None and asked.push_to is None:
