@@ -62,6 +62,8 @@ def convert(
     device: o.DeviceOption = "cpu",
     workers: o.Workers = None,
     shards: x.Shards = None,
+    executor: x.ExecutorOption = "local",
+    ray_address: x.RayAddress = None,
     dry_run: o.DryRun = False,
     restart: o.Restart = False,
     events: h.EventsFile = None,
@@ -92,8 +94,8 @@ def convert(
     limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
     hub = HubAsked(limit, push_to, private, delete_pushed)
     hub.check(context)
-    where = x.Where(shards)
-    where.check(context, engine=engine, push_to=push_to)
+    where = x.Where(shards, executor, ray_address, workers)
+    where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed)
     part = where.part(context)
     asked = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer)
     codes, kv = Codes(asked, method, scale_sign, clip_allowance, stats), (kv_scales, force_kv_scales)
@@ -115,8 +117,8 @@ def convert(
     remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
     try:
         body = run_convert(
-            ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device, workers=workers,
-            restart=restart, remote=remote, events=events,
+            ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device,
+            executor=where.made(), restart=restart, remote=remote, events=events,
         )  # fmt: skip
     except KizamiError as refusal:
         if refusal.code != "over_threshold":  # the run is done, and its limit is missed
@@ -284,6 +286,7 @@ COMMAND = Command(
         "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
         "kizami convert zai-org/GLM-5.2-FP8 out/ --push-to me/GLM-5.2-INT4 --delete-pushed --events events.jsonl",
         "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/ --shards 1-20/142",
+        "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/ --executor ray --ray-address auto",
         "kizami convert small/ out/ --engine llmcompressor --method gptq --data chats.jsonl",
     ),
 )

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -10,7 +10,10 @@ from kizami.cli import options as o
 from kizami.formats.errors import KizamiError, printable
 
 if TYPE_CHECKING:
+    from kizami.quantize.job import Executor
     from kizami.quantize.parts import Part
+
+ExecutorName = Literal["local", "ray"]
 
 Shards = Annotated[
     str | None,
@@ -22,6 +25,24 @@ Shards = Annotated[
         "same OUT; the same command without --shards finishes. SRC in a folder, no --push-to.",
     ),
 ]
+ExecutorOption = Annotated[
+    ExecutorName,
+    o.option(
+        "--executor",
+        panel=o.RUN,
+        help="Where shards are converted: local (default), or ray, each as a task of a cluster whose nodes share the "
+        "file system of SRC and OUT.",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    o.option(
+        "--ray-address",
+        panel=o.RUN,
+        metavar="ADDRESS",
+        help="The cluster: HOST:6379, or auto (default), the one that this machine is a node of.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +50,23 @@ class Where:
     """As it was written."""
 
     shards: str | None
+    executor: ExecutorName
+    ray_address: str | None
+    workers: int | None
 
     @property
     def on_disk(self) -> bool:
         """Whether SRC must be a folder: other processes read it, too."""
-        return self.shards is not None
+        return self.shards is not None or self.executor == "ray"
+
+    def made(self) -> "Executor":
+        if self.executor == "ray":
+            from kizami.quantize.on_ray import RayCluster
+
+            return RayCluster(self.ray_address or "auto", self.workers)
+        from kizami.quantize.local_pool import LocalPool
+
+        return LocalPool(self.workers)
 
     def part(self, context: typer.Context) -> "Part | None":
         """Of --shards. KizamiError "bad_option"."""
@@ -52,13 +85,21 @@ class Where:
             )
         return Part(first, last, of)
 
-    def check(self, context: typer.Context, *, engine: str, push_to: str | None) -> None:
-        """KizamiError "bad_option" for what one process alone can do."""
-        alone = {"engine": engine != "kizami", "push_to": push_to is not None}
-        for name, asked in alone.items():
-            if asked and self.shards is not None:
-                raise KizamiError(
-                    f"{o.spelled(context, 'shards')} with {o.spelled(context, name)}, which one process does alone",
-                    code="bad_option",
-                    hint="kizami push OUT REPO pushes what is finished" if name == "push_to" else None,
-                )
+    def check(self, context: typer.Context, *, engine: str, push_to: str | None, delete_pushed: bool) -> None:
+        """KizamiError "bad_option" for what does not go together."""
+        foreign = engine != "kizami"
+        if self.shards is not None:
+            alone = {"executor": self.executor == "ray", "engine": foreign, "push_to": push_to is not None}
+            self._refuse(context, "shards", alone)
+        if self.executor == "ray":
+            self._refuse(context, "executor", {"engine": foreign, "delete_pushed": delete_pushed})
+        elif o.from_command_line(context, "ray_address"):
+            raise KizamiError("--ray-address is for --executor ray", code="bad_option", hint="add --executor ray")
+
+    def _refuse(self, context: typer.Context, ours: str, asked: dict[str, bool]) -> None:
+        for name in (name for name, is_asked in asked.items() if is_asked):
+            raise KizamiError(
+                f"{o.spelled(context, ours)} with {o.spelled(context, name)}, which one process does alone",
+                code="bad_option",
+                hint="kizami push OUT REPO pushes what is finished" if "push" in name else "leave one of them out",
+            )
