@@ -285,7 +285,7 @@ COMMAND = Command(
         "kizami convert GLM-4.6-FP8/ out/ --kv-scales kv.json",
         "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
         "kizami convert zai-org/GLM-5.2-FP8 out/ --push-to me/GLM-5.2-INT4 --delete-pushed --events events.jsonl",
-        "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/ --shards 1-20/142",
+        "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/ --shards 1-45/91",
         "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/ --executor ray --ray-address auto",
         "kizami convert small/ out/ --engine llmcompressor --method gptq --data chats.jsonl",
     ),

@@ -81,7 +81,7 @@ class Where:
             raise KizamiError(
                 f"{given} {printable(self.shards, 60)}; expected A-B/N or A/N with 1 <= A <= B <= N",
                 code="bad_option",
-                hint="write 1-20/142 for the first 20 of 142 shards; kizami plan tells their number",
+                hint="write 1-45/91 for the first 45 of 91 shards; kizami plan tells their number",
             )
         return Part(first, last, of)
 

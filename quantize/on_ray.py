@@ -17,8 +17,8 @@ from typing import Any
 from kizami.formats.errors import KizamiError
 from kizami.quantize.executor import Stopped
 from kizami.quantize.job import Job, Record
-from kizami.quantize.plan import Plan, Shard
-from kizami.quantize.ray_task import Answer, convert_one, journal_begin
+from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
+from kizami.quantize.ray_task import Answer, Parcel, convert_one, journal_begin
 from kizami.quantize.settings import GIVEN
 
 INSTALL = "pip install 'kizami[ray]'"
@@ -111,13 +111,13 @@ class _Tasks:
     """Those of a run. waiting: task -> its shard, and how often that was lost."""
 
     def __init__(self, ray: Any, workers: int, job: Job, record: Record) -> None:
-        self._ray, self._record, self._delivery = ray, record, job.remote.delivery
+        self._ray, self._job, self._record, self._delivery = ray, job, record, job.remote.delivery
         stats = None if job.statistics is None else str(job.statistics.root.absolute())
         partial = record.journal.partial.absolute()
         self._errand = ray.put(
             {
                 "version": version("kizami"),
-                "plan_hash": job.plan.hash,
+                "plan_format": PLAN_FORMAT,
                 "source": str(job.checkpoint.root),
                 "partial": str(partial),
                 "journal": journal_begin(partial),
@@ -126,7 +126,6 @@ class _Tasks:
                 "contents": job.contents,
             }
         )
-        self._packed = ray.put(pickle.dumps((job.plan, job.checkpoint)))
         # Retries are ours: Ray's would not tell which shard was lost, and where
         self._task = ray.remote(num_cpus=workers, max_retries=0, scheduling_strategy="SPREAD")(convert_one)
         self._waiting: dict[Any, tuple[Shard, int]] = {}
@@ -138,6 +137,8 @@ class _Tasks:
                     self._delivery.hand(done)
         try:
             for shard in todo:
+                if stop.is_set():
+                    raise Stopped
                 self._send(shard, 0)
             while self._waiting:
                 if stop.is_set():
@@ -149,7 +150,8 @@ class _Tasks:
             self._cancel()
 
     def _send(self, shard: Shard, lost: int) -> None:
-        self._waiting[self._task.remote(self._errand, self._packed, shard.number)] = shard, lost
+        parcel = Parcel.of(self._job.plan, self._job.checkpoint, shard)
+        self._waiting[self._task.remote(self._errand, pickle.dumps(parcel))] = shard, lost
 
     def _take(self, task: Any) -> None:
         shard, lost = self._waiting.pop(task)

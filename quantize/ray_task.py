@@ -6,7 +6,6 @@ for lost and goes on all the same can publish nothing and destroy nothing.
 """
 
 import hashlib
-import os
 import pickle
 import socket
 import time
@@ -28,7 +27,7 @@ from kizami.formats.statistics import Statistics
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.statistics import Calibration
 from kizami.quantize.job_folder import new_attempt
-from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.warm_up import warm_up
 
@@ -46,16 +45,23 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
-    """What a process keeps from task to task."""
+class Parcel:
+    """What one shard needs of plan and checkpoint: whole ones take a process seconds to unpack."""
 
     plan: Plan
-    checkpoint: Checkpoint  # with the headers of the files that were seen here
-    seen: dict[str, Header]
-    statistics: Statistics | None
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(cls, plan: Plan, checkpoint: Checkpoint, shard: Shard) -> "Parcel":
+        files = {info.file for step in shard.steps for info in step.sources}
+        headers = {file: replace(checkpoint.headers[file], tensors=()) for file in files}
+        return cls(
+            replace(plan, steps=shard.steps, shards=(shard,), config={}, quantization_config={}, source={}),
+            replace(checkpoint, headers=headers, tensors={}, config={}),
+        )
 
 
-_WORKSHOPS: dict[str, Workshop] = {}  # of one job at a time
+_SEEN: dict[tuple[str, str, str], Header] = {}  # journal, root and file: source files that were looked at here
 
 
 def journal_begin(partial: Path) -> str:
@@ -64,13 +70,12 @@ def journal_begin(partial: Path) -> str:
     return "" if not data else hashlib.sha256(data.partition(b"\n")[0]).hexdigest()
 
 
-def convert_one(errand: dict[str, Any], packed: bytes, number: int) -> Answer:
-    """errand: plain values, which any version understands. packed: plan and checkpoint, which only the same version
-    does."""
+def convert_one(errand: dict[str, Any], packed: bytes) -> Answer:
+    """errand: plain values, which any version understands. packed: a Parcel, which only the same version does."""
     started = time.monotonic()
     node = _here()
     try:
-        finished = _convert(errand, packed, number)
+        finished = _convert(errand, packed)
     except KizamiError as e:
         said = KizamiError(f"{node}: {e.message}", code=e.code, file=e.file, tensor=e.tensor, hint=e.hint)
         return Answer(node, time.monotonic() - started, None, said)
@@ -83,32 +88,30 @@ def _here() -> str:
     return f"node {socket.gethostname()} ({get_node_ip_address()})"
 
 
-def _convert(errand: dict[str, Any], packed: bytes, number: int) -> FinishedShard:
+def _convert(errand: dict[str, Any], packed: bytes) -> FinishedShard:
     _check_version(errand)
     partial = Path(errand["partial"])
     _check_folders(errand, partial)
-    shop = _workshop(errand, packed)
-    shard = shop.plan.shards[number - 1]
-    _check_sources(shop, errand["contents"], shard)
-    checkpoint = replace(shop.checkpoint, headers=shop.checkpoint.headers | shop.seen)
+    parcel: Parcel = pickle.loads(packed)
+    plan, (shard,) = parcel.plan, parcel.plan.shards
+    checkpoint = replace(parcel.checkpoint, headers=_seen_here(parcel.checkpoint, errand))
+    calibration = _calibration(plan, errand["stats"])
+    warm_up(plan)
     workers = int(errand["workers"])
     with TensorReader(checkpoint) as reader, ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(workers, "kizami-compute")) if workers > 1 else None
-        calibration = None if shop.statistics is None else Calibration(shop.statistics, 2)
-        return convert_shard(
-            Shop(
-                shop.plan, reader, Buffers(2 * workers), partial, pool, Semaphore(workers + 1), Event(),
-                lambda piece: None, calibration, attempt=new_attempt(),
-            ),
-            shard,
+        shop = Shop(
+            plan, reader, Buffers(2 * workers), partial, pool, Semaphore(workers + 1), Event(), lambda piece: None,
+            calibration, attempt=new_attempt(),
         )  # fmt: skip
+        return convert_shard(shop, shard)
 
 
 def _check_version(errand: dict[str, Any]) -> None:
-    here = version("kizami")
-    if here != errand["version"]:
+    here, theirs = (version("kizami"), PLAN_FORMAT), (errand["version"], errand["plan_format"])
+    if here != theirs:
         raise KizamiError(
-            f"has kizami {here}, and the driver {errand['version']}",
+            f"has kizami {here[0]} (plans of format {here[1]}), and the driver {theirs[0]} ({theirs[1]})",
             code="other_version",
             hint="install the same version on every node",
         )
@@ -127,40 +130,26 @@ def _check_folders(errand: dict[str, Any], partial: Path) -> None:
         )
 
 
-def _workshop(errand: dict[str, Any], packed: bytes) -> Workshop:
-    key = f"{errand['plan_hash']} {errand['source']} {errand['journal']}"
-    if (shop := _WORKSHOPS.get(key)) is not None:
-        return shop
-    plan: Plan
-    checkpoint: Checkpoint
-    plan, checkpoint = pickle.loads(packed)
-    plan = replace(plan)  # without what the driver has computed of it
-    if plan.hash != errand["plan_hash"]:
-        raise KizamiError(
-            "would make other bytes of this plan than the driver",
-            code="other_version",
-            hint="install the same version on every node",
-        )
-    statistics = None
-    if errand["stats"] is not None:
-        statistics = Statistics.open(Path(errand["stats"]))
-        if statistics.sha256 != plan.method.stats:
-            raise KizamiError("is not what the driver sees", code="not_shared", file=errand["stats"], hint=SHARED)
-    warm_up(plan)
-    _WORKSHOPS.clear()
-    _WORKSHOPS[key] = Workshop(plan, checkpoint, {}, statistics)
-    return _WORKSHOPS[key]
+def _calibration(plan: Plan, stats: str | None) -> Calibration | None:
+    if stats is None:
+        return None
+    statistics = Statistics.open(Path(stats))
+    if statistics.sha256 != plan.method.stats:
+        raise KizamiError("is another file here than the driver's", code="not_shared", file=stats, hint=SHARED)
+    return Calibration(statistics, 2)
 
 
-def _check_sources(shop: Workshop, contents: dict[str, str], shard: Shard) -> None:
-    """Times and inodes may be other ones here; size, header and sampled pages may not. What was seen once must stay as
-    it is from then on, as everywhere."""
-    for file in sorted({info.file for step in shard.steps for info in step.sources}):
-        path, theirs = shop.checkpoint.path(file), shop.checkpoint.headers[file]
-        if file in shop.seen and shop.seen[file].mtime_ns == os.stat(path).st_mtime_ns:
-            continue
-        ours = read_header(path, file)
-        same = (ours.file_size, ours.sha256) == (theirs.file_size, theirs.sha256)
-        if not same or sample_file(path, file) != contents[file]:
-            raise KizamiError("is another file here than the driver's", code="not_shared", file=file, hint=SHARED)
-        shop.seen[file] = ours
+def _seen_here(checkpoint: Checkpoint, errand: dict[str, Any]) -> dict[str, Header]:
+    """Times and inodes may be other ones than the driver's; size, header and sampled pages may not. What was seen once
+    must stay as it is from then on, as everywhere."""
+    found = {}
+    for file, theirs in checkpoint.headers.items():
+        path, key = checkpoint.path(file), (errand["journal"], str(checkpoint.root), file)
+        if key not in _SEEN:
+            ours = read_header(path, file)
+            same = (ours.file_size, ours.sha256) == (theirs.file_size, theirs.sha256)
+            if not same or sample_file(path, file) != errand["contents"][file]:
+                raise KizamiError("is another file here than the driver's", code="not_shared", file=file, hint=SHARED)
+            _SEEN[key] = replace(ours, tensors=())
+        found[file] = _SEEN[key]
+    return found
