@@ -60,7 +60,7 @@ def convert(
     seed: e.Seed = None,
     tokenizer: e.TokenizerFolder = None,
     device: o.DeviceOption = "cpu",
-    workers: o.Workers = None,
+    workers: x.Workers = None,
     shards: x.Shards = None,
     executor: x.ExecutorOption = "local",
     ray_address: x.RayAddress = None,

@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 
 ExecutorName = Literal["local", "ray"]
 
+Workers = Annotated[
+    int | None,
+    o.option(
+        "--workers",
+        panel=o.RUN,
+        metavar="N",
+        min=1,
+        max=4096,
+        help="Threads. Default: all cores. With --executor ray the cores of each task, by default 1.",
+    ),
+]
 Shards = Annotated[
     str | None,
     o.option(

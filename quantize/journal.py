@@ -96,9 +96,11 @@ class Journal:
             if whole != len(data):  # a kill in the middle of an append: that line never happened
                 os.truncate(path, whole)
             _, done = parse_journal(data, path)
-            if not restart and part_locks(folder):  # which every part has
-                done = all_records(folder, identity, partial)
-                _adopt(path, identity, done)
+            if not restart:
+                if part_locks(folder):  # which every part has
+                    done = all_records(folder, identity, partial)
+                    _adopt(path, identity, done)
+                remove_attempts(partial, shards_of(data))
         except BaseException:
             os.close(lock)
             raise
@@ -194,7 +196,6 @@ def _adopt(path: Path, identity: dict[str, Any], done: dict[int, ShardRecord]) -
     for part in (*journals, *locks):
         part.unlink()
     remove_attempts(path.parent, {rows_name(number) for number in range(1, identity["shards"] + 1)})
-    remove_attempts(path.parent.parent, shards_of(encode_records(identity, ())))
 
 
 def _clear(partial: Path, shards: set[str]) -> None:

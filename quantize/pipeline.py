@@ -79,7 +79,7 @@ def run(
         on_event(_started(plan.shards, journal, rewritten, outdated))
         with remote.delivery or nullcontext():
             _convert(job, todo, Record(journal, job, len(plan.shards), on_event), executor)
-            sampled = _sampled(known, job) if remote.mirror is None else remote.mirror.all_contents(checkpoint)
+            sampled = job.contents if remote.mirror is None else remote.mirror.all_contents(checkpoint)
             made = _with_libraries(plan, device)
             return finish(made, checkpoint, journal, out, side_files, sampled, remote.delivery)
     finally:
@@ -141,11 +141,6 @@ def _begin(
     executor.check(plan)
     make_folders_durably(partial)
     return partial, Job(plan, checkpoint, statistics, device, remote, known.stated)
-
-
-def _sampled(known: Contents | None, job: Job) -> dict[str, str]:
-    """Of a folder what is stated is what was sampled."""
-    return job.contents if known is None else known.sampled
 
 
 def _look(plan: Plan, out: Path, partial: Path, side_files: Sequence[str], gone: set[str] | None = None) -> None:
