@@ -7,8 +7,10 @@ Ray is imported when the first cluster is asked for.
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from threading import Event
@@ -98,13 +100,14 @@ class RayCluster:
 
     def convert(self, job: Job, todo: Sequence[Shard], record: Record, stop: Event) -> None:
         """As `Executor`. A shard whose worker is lost is converted again, by another one."""
-        try:
-            if todo:
-                _Tasks(load_ray(), self.workers or 1, job, record).run(todo, stop)
-        finally:
-            if self._joined:
-                load_ray().shutdown()
-                self._joined = False
+        with redirect_stdout(sys.stderr):  # Ray prints there that a node is dead, whatever it was told about logs
+            try:
+                if todo:
+                    _Tasks(load_ray(), self.workers or 1, job, record).run(todo, stop)
+            finally:
+                if self._joined:
+                    load_ray().shutdown()
+                    self._joined = False
 
 
 class _Tasks:
