@@ -5,6 +5,7 @@ Ray is imported when the first cluster is asked for.
 """
 
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -197,11 +198,12 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _broken(error: Any) -> KizamiError:
+def _broken(error: BaseException) -> KizamiError:
     """A task that ended with what is none of kizami's refusals: a worker without kizami, or a bug."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    where = re.search(r"\bip=([0-9a-f.:]+)", str(error))  # in Ray's traceback
     return KizamiError(
-        f"a task on node {getattr(error, 'ip', 'unknown')} failed: {lines[-1]}",
+        f"a task on node {where[1] if where else 'unknown'} failed: {lines[-1]}",
         code="task_failed",
         hint="every node needs the same Python, kizami and Ray as this one",
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -193,6 +194,21 @@ def test_what_is_wrong_with_the_source_is_said_as_ever_and_by_which_node(
     assert error["message"].startswith("node ")
     assert "NaN" in error["message"]
     assert (tmp_path / "out.partial").exists()
+
+
+def test_a_node_without_kizami_is_named(demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['kizami'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = cluster_of(1)
+    monkeypatch.delenv("PYTHONPATH")
+    try:
+        done = convert(made, demo_checkpoint, tmp_path / "out", "--json")
+    finally:
+        made.shutdown()
+    assert done.code == 2
+    error = done.json["error"]
+    assert error["code"] == "task_failed"
+    assert re.search(r"a task on node [0-9a-f.:]+ failed: ModuleNotFoundError: .*kizami", error["message"])
 
 
 def test_weighted_works_with_statistics_that_all_nodes_see(
