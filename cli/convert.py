@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kizami.cli import engine as e
+from kizami.cli import executor_options as x
 from kizami.cli import hub_options as h
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.convert_plan import Codes, prepare
-from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert
+from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert, run_shards, show_shards
 from kizami.cli.hub_run import HubAsked, clean_up, made_in, remote_of
 from kizami.cli.hub_source import refusals_leave_nothing, shown
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force
@@ -60,7 +61,10 @@ def convert(
     seed: e.Seed = None,
     tokenizer: e.TokenizerFolder = None,
     device: o.DeviceOption = "cpu",
-    workers: o.Workers = None,
+    workers: x.Workers = None,
+    shards: x.Shards = None,
+    executor: x.ExecutorOption = "local",
+    ray_address: x.RayAddress = None,
     dry_run: o.DryRun = False,
     restart: o.Restart = False,
     events: h.EventsFile = None,
@@ -92,23 +96,36 @@ def convert(
     limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
     hub = HubAsked(limit, push_to, private, delete_pushed)
     hub.check(context)
+    where = x.Where(shards, executor, ray_address, workers)
+    where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed)
+    part = where.part(context)
     asked = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer)
     codes, kv = Codes(asked, method, scale_sign, clip_allowance, stats), (kv_scales, force_kv_scales)
     try:
         with Events(events, ui, src, out) as follow:
-            prepared = prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart)
+            prepared = prepare(
+                context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart, on_disk=where.on_disk
+            )
             plan, checkpoint = prepared.plan, prepared.checkpoint
             with refusals_leave_nothing(prepared.mirror, out):
                 _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
                 check_device(plan, device)
-                follow.planned(plan, shown(checkpoint))
+                if part is not None:
+                    part.shards(plan)  # refuses those of another plan
+                follow.planned(plan, shown(checkpoint), part)
                 if dry_run:
                     _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp)
+                    return
+                if part is not None:
+                    done = run_shards(
+                        ui, prepared, out, part, device=device, workers=workers, restart=restart, file=follow
+                    )
+                    ui.emit("convert", done) if json else show_shards(ui, done)
                     return
                 remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
                 body = run_convert(
                     ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device,
-                    workers=workers, restart=restart, remote=remote, follow=follow,
+                    executor=where.made(), restart=restart, remote=remote, file=follow,
                 )  # fmt: skip
     except KizamiError as refusal:
         if refusal.code != "over_threshold":  # the run is done, and its limit is missed
@@ -275,6 +292,8 @@ COMMAND = Command(
         "kizami convert GLM-4.6-FP8/ out/ --kv-scales kv.json",
         "kizami convert src/ out/ --max-rel-error 0.12 --json > convert.json",
         "kizami convert zai-org/GLM-5.2-FP8 out/ --push-to me/GLM-5.2-INT4 --delete-pushed --events events.jsonl",
+        "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/ --shards 1-45/91",
+        "kizami convert GLM-5.2-FP8/ GLM-5.2-INT4/ --executor ray --ray-address auto",
         "kizami convert small/ out/ --engine llmcompressor --method gptq --data chats.jsonl",
     ),
 )

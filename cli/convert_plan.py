@@ -13,6 +13,7 @@ from kizami.cli.command import collector_paused
 from kizami.cli.hub_source import open_for_convert, refusals_leave_nothing
 from kizami.cli.kv_options import kv_asked
 from kizami.cli.output import Ui
+from kizami.cli.source import open_source
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ def prepare(
     *,
     dry_run: bool,
     restart: bool,
+    on_disk: bool,
 ) -> Prepared:
-    """kv: FILE of --kv-scales, and --force-kv-scales. KizamiError for what is wrong with SRC, or with options that do
-    not go together; as `build_plan`."""
+    """kv: FILE of --kv-scales, and --force-kv-scales. on_disk: SRC must be there. KizamiError for what is wrong with
+    SRC, or with options that do not go together; as `build_plan`."""
     with collector_paused():
-        return _prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart)
+        return _prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart, on_disk=on_disk)
 
 
 def _prepare(
@@ -74,6 +76,7 @@ def _prepare(
     *,
     dry_run: bool,
     restart: bool,
+    on_disk: bool,
 ) -> Prepared:
     from kizami.quantize.planner import build_plan
 
@@ -84,7 +87,10 @@ def _prepare(
         job.check_memory(plan)
         return Prepared(plan, job.checkpoint, job=job)
     method, statistics = m.method_from(*how, policy.group_size)
-    checkpoint, mirror = open_for_convert(ui, src, out, dry_run=dry_run, restart=restart)
+    if on_disk:
+        checkpoint, mirror = open_source(src), None
+    else:
+        checkpoint, mirror = open_for_convert(ui, src, out, dry_run=dry_run, restart=restart)
     if mirror is not None and statistics is not None:
         given = o.spelled(context, "stats")
         said = f"{given} needs the source on the disk, where it was made"

@@ -1,7 +1,10 @@
 """Running a conversion with progress on stderr, and the object that comes of it."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -9,16 +12,64 @@ import typer
 from kizami.cli.hub_run import OVER_SHOWN, made_in, pushed_body
 from kizami.cli.kv_options import kv_body
 from kizami.cli.method_words import method_body
-from kizami.cli.output import Ui
+from kizami.cli.output import Ui, duration, gib
 from kizami.cli.stop import STOP
 
 if TYPE_CHECKING:
     from kizami.cli import engine as e
+    from kizami.cli.convert_plan import Prepared
     from kizami.cli.events import Events
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
-    from kizami.quantize.pipeline import Remote, RunEvent
-    from kizami.quantize.plan import Plan
+    from kizami.quantize.job import Executor, Remote
+    from kizami.quantize.parts import Part
+    from kizami.quantize.plan import Plan, Shard
+    from kizami.quantize.run_events import RunEvent
+
+AGAIN = "run the same command again to resume"
+FINISHED = ("out", "pushed", "output", "rel_error", "seconds")  # of the object, in the line of --events
+
+
+class Followed:
+    """Who follows a run: the bar or the lines on stderr, and the file of --events. `again`: how an interrupted run goes
+    on, in words."""
+
+    def __init__(self, ui: Ui, shards: "Sequence[Shard]", out: Path, file: "Events | None", again: str) -> None:
+        from kizami.cli.watch import Watch
+        from kizami.quantize.manifest import MANIFEST
+
+        self.watch, self.file = Watch(ui, shards), file
+        self.started = time.monotonic()
+        before = (out / MANIFEST).exists()
+
+        def interrupted() -> str:
+            if not before and (out / MANIFEST).exists():  # OUT appears with one rename, and whole
+                return f"interrupted; {out} is complete"
+            return f"interrupted: {again}; {self.watch.done} of {self.watch.of} shards are done"
+
+        STOP.say = interrupted
+
+    def __enter__(self) -> "Followed":
+        self.watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.watch.__exit__(kind, error, trace)
+
+    def __call__(self, event: "RunEvent") -> None:
+        self.watch(event)
+        if self.file is not None:
+            self.file(event)
+
+    def finished(self, body: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write("finished", **{key: body.get(key) for key in FINISHED})
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
 
 
 def run_convert(
@@ -31,59 +82,40 @@ def run_convert(
     job: "e.EngineJob | None" = None,
     device: str = "cpu",
     workers: int | None = None,
+    executor: "Executor | None" = None,
     restart: bool = False,
     remote: "Remote | None" = None,
-    follow: "Events | None" = None,
-    again: str = "run the same command again to resume",
+    file: "Events | None" = None,
+    again: str = AGAIN,
 ) -> dict[str, Any]:
     """Runs the plan with progress on stderr and gives the object of --json. `again`: how an interrupted run goes on.
-    follow: is told of each step."""
-    import time
-
-    from kizami.cli.watch import Watch
+    file: of --events."""
     from kizami.formats.side_files import find_side_files
-    from kizami.quantize.manifest import MANIFEST
 
     with STOP.held():
         from kizami.quantize.pipeline import run
         from kizami.quantize.warm_up import warm_up
 
-    started = time.monotonic()
     side_files = find_side_files(checkpoint)
-    watch = Watch(ui, plan)
-    before = (out / MANIFEST).exists()
-
-    def interrupted() -> str:
-        if not before and (out / MANIFEST).exists():  # OUT appears with one rename, and whole
-            return f"interrupted; {out} is complete"
-        return f"interrupted: {again}; {watch.done} of {watch.of} shards are done"
-
-    STOP.say = interrupted
-    with watch:
-
-        def listen(event: "RunEvent") -> None:
-            watch(event)
-            if follow is not None:
-                follow(event)
-
+    with Followed(ui, plan.shards, out, file, again) as follow:
         with STOP.held():
             warm_up(plan)
-        maker = None if job is None else job.maker(ui, plan, watch.phase)
         run(
             plan,
             checkpoint,
             out,
             statistics=statistics,
-            engine=maker,
+            engine=None if job is None else job.maker(ui, plan, follow.watch.phase),
             device=device,
             workers=workers,
+            executor=executor,
             restart=restart,
             remote=remote,
-            on_event=listen,
+            on_event=follow,
         )
         made = made_in(remote, out)
         STOP.complete = str(out)
-        body = convert_body(plan, made, time.monotonic() - started) | {
+        body = convert_body(plan, made, follow.seconds) | {
             "out": str(out) if made is out else None,
             "pushed": pushed_body(remote),
             "side_files": {
@@ -91,10 +123,56 @@ def run_convert(
                 "left": [{"name": name, "reason": reason} for name, reason in side_files.left],
             },
         }
-        if follow is not None:
-            told = ("out", "pushed", "output", "rel_error", "seconds")
-            follow.write("finished", **{key: body[key] for key in told})
+        follow.finished(body)
         return body
+
+
+def run_shards(
+    ui: Ui,
+    prepared: "Prepared",
+    out: Path,
+    part: "Part",
+    *,
+    device: str,
+    workers: int | None,
+    restart: bool,
+    file: "Events | None",
+) -> dict[str, Any]:
+    """The same for --shards."""
+    from kizami.formats.places import partial_of
+
+    with STOP.held():
+        from kizami.quantize.pipeline import run_part
+        from kizami.quantize.warm_up import warm_up
+
+    plan, checkpoint = prepared.plan, prepared.checkpoint
+    with Followed(ui, part.shards(plan), out, file, AGAIN) as follow:
+        with STOP.held():
+            warm_up(plan)
+        shards = run_part(
+            plan, checkpoint, out, part, statistics=prepared.statistics, device=device, workers=workers,
+            restart=restart, on_event=follow,
+        )  # fmt: skip
+        body = {
+            "out": None,
+            "partial": str(partial_of(out)),
+            "part": {"first": part.first, "last": part.last, "of": part.of},
+            "plan_hash": plan.hash,
+            "shards": shards,
+            "output": {"bytes": sum(shard["bytes"] for shard in shards), "shards": len(shards)},
+            "seconds": follow.seconds,
+            "warnings": list(plan.warnings),
+        }
+        follow.finished(body)
+        return body
+
+
+def show_shards(ui: Ui, body: dict[str, Any]) -> None:
+    part, output = body["part"], body["output"]
+    shown = f"{part['first']}" if part["first"] == part["last"] else f"{part['first']} to {part['last']}"
+    ui.warn(body["warnings"])
+    ui.say(f"when all shards are done, the same command without --shards makes {body['partial']} the output")
+    ui.result(f"{gib(output['bytes'])}: shards {shown} of {part['of']} are done, {duration(body['seconds'])}")
 
 
 def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:

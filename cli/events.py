@@ -18,8 +18,9 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error
 
 if TYPE_CHECKING:
-    from kizami.quantize.pipeline import RunEvent
+    from kizami.quantize.parts import Part
     from kizami.quantize.plan import Plan
+    from kizami.quantize.run_events import RunEvent
 
 SCHEMA = "kizami.event/1"
 EVERY = 5.0  # seconds between two lines of progress
@@ -27,8 +28,8 @@ EVERY = 5.0  # seconds between two lines of progress
 
 class Events:
     """Appends to `name`, a line at once and whole; to nothing for None. A context manager: how the run ended is its
-    last line, a refusal before its begin included. `planned`, `started`, `progress`, `shard`, `pushed`, and `finished`
-    or `failed`. A reader that leaves, or a full disk, ends the lines and not the run."""
+    last line, a refusal before its begin included. `planned`, `started`, `progress`, `shard`, `lost`, `pushed`, and
+    `finished` or `failed`. A reader that leaves, or a full disk, ends the lines and not the run."""
 
     def __init__(self, name: str | None, ui: Ui, source: str, out: Path) -> None:
         """KizamiError "bad_file", "io_error" where it may not or cannot be written."""
@@ -71,12 +72,14 @@ class Events:
                     file.close()
                 self._ui.warn([f"{self._name}: no more events are written: {e.strerror or e}"])
 
-    def planned(self, plan: "Plan", source: str) -> None:
-        self._total = sum(step.weight.nbytes for shard in plan.shards for step in shard.steps if step.sources)
-        self.write("planned", source=source, plan_hash=plan.hash, shards=len(plan.shards), total_bytes=self._total)
+    def planned(self, plan: "Plan", source: str, part: "Part | None" = None) -> None:
+        """part: of --shards, whose shards alone count."""
+        shards = plan.shards if part is None else part.shards(plan)
+        self._total = sum(step.weight.nbytes for shard in shards for step in shard.steps if step.sources)
+        self.write("planned", source=source, plan_hash=plan.hash, shards=len(shards), total_bytes=self._total)
 
     def __call__(self, event: "RunEvent") -> None:
-        from kizami.quantize.pipeline import Progress, Pushed, ShardDone, Started
+        from kizami.quantize.run_events import Progress, Pushed, ShardDone, ShardLost, Started
 
         match event:
             case Started():
@@ -98,6 +101,8 @@ class Events:
                     packed=len(errors),
                     max_rel_error=max(errors, default=None),
                 )
+            case ShardLost():
+                self.write("lost", file=event.shard.file, reason=event.reason)
             case Pushed():
                 self.write("pushed", files=event.files, commit=event.commit)
 

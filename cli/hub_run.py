@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.hub.mirror import Mirror
     from kizami.quantize.delivery import Delivery
-    from kizami.quantize.pipeline import Remote
+    from kizami.quantize.job import Remote
     from kizami.quantize.plan import Plan
     from kizami.quantize.report import Row
 
@@ -54,7 +54,7 @@ def remote_of(
 ) -> "Remote | None":
     """None where neither end is on the Hub. KizamiError "scratch_limit", "push_target", and as
     `as_refusal`: before anything is converted."""
-    from kizami.quantize.pipeline import Remote
+    from kizami.quantize.job import Remote
     from kizami.quantize.supply import check_limit
 
     if mirror is None and asked.push_to is None:

@@ -1,6 +1,7 @@
 """Progress of a conversion: a bar on a terminal, one plain line per shard anywhere else, both on stderr."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +11,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from kizami.quantize.pipeline import RunEvent, ShardDone, Started
-    from kizami.quantize.plan import Plan
+    from kizami.quantize.plan import Shard
+    from kizami.quantize.run_events import RunEvent, ShardDone, Started
 
 
 class Watch:
-    """Listens to `pipeline.run`; `done` and `of` are what an interrupted run has to say."""
+    """Listens to a run that makes `shards`; `done` and `of` are what an interrupted run has to say."""
 
-    def __init__(self, ui: Ui, plan: "Plan") -> None:
-        self.ui, self.done, self.of = ui, 0, len(plan.shards)
-        self._todo = sum(_source_bytes(shard.steps) for shard in plan.shards)
+    def __init__(self, ui: Ui, shards: "Sequence[Shard]") -> None:
+        self.ui, self.done, self.of = ui, 0, len(shards)
+        self._todo = sum(_source_bytes(shard.steps) for shard in shards)
         self._seen = self._before = 0  # source bytes of this run, and of those it resumed
         self._started = time.monotonic()
         self._bar: Bar | None = None
@@ -49,7 +50,7 @@ class Watch:
             self._bar.stop()
 
     def __call__(self, event: "RunEvent") -> None:
-        from kizami.quantize.pipeline import Progress, Pushed, ShardDone, Started
+        from kizami.quantize.run_events import Progress, Pushed, ShardDone, ShardLost, Started
 
         match event:
             case Started():
@@ -58,6 +59,8 @@ class Watch:
                 self._advance(event.source_bytes)
             case ShardDone():
                 self._shard(event)
+            case ShardLost():
+                self._tell(f"{event.shard.file}: {event.reason}; it is converted again")
             case Pushed():
                 self._tell(f"pushed {counted(event.files, 'file')} (commit {event.commit[:12]})")
 

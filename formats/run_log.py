@@ -34,27 +34,34 @@ def append_line(path: Path, line: bytes) -> None:
         os.close(fd)
 
 
-def lock_folder(folder: Path, partial: Path) -> int:
+def lock_folder(folder: Path, partial: Path, *, shared: bool = False) -> int:
     """A descriptor of `folder`/lock, which holds the lock as long as it is open. Another run that finishes meanwhile
-    takes the folder away; it is made again, and `place.check_still_absent` tells."""
+    takes the folder away; it is made again, and `place.check_still_absent` tells. shared: others may hold it, too, if
+    they share it."""
     path = folder / "lock"
     for more in reversed(range(10)):
         try:
             make_folders_durably(folder)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            lock = lock_file(path, partial, shared=shared)
         except FileNotFoundError:
             if more:
                 continue
             raise
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, lock):
-                return lock
-        except OSError as e:
-            os.close(lock)
-            raise _not_locked(e, partial) from None
+        if _is_at(path, lock):
+            return lock
         os.close(lock)
     raise _not_locked(BlockingIOError(errno.EWOULDBLOCK, "taken away again and again"), partial)
+
+
+def lock_file(path: Path, partial: Path, *, shared: bool = False) -> int:
+    """A descriptor that holds the lock. KizamiError "locked" where somebody else does; FileNotFoundError."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as e:
+        os.close(lock)
+        raise _not_locked(e, partial) from None
+    return lock
 
 
 def _is_at(path: Path, fd: int) -> bool:

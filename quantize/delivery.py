@@ -16,7 +16,7 @@ from kizami.formats.hub.repository import Repository
 from kizami.formats.hub.target import Target
 from kizami.formats.index import INDEX_NAME
 from kizami.formats.run_log import canonical
-from kizami.quantize.journal import ShardRecord
+from kizami.quantize.job_folder import ShardRecord
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, self_hash
 from kizami.quantize.report import Row
 

@@ -22,14 +22,8 @@ from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
 from kizami.quantize.card import card_facts, hub_origin
 from kizami.quantize.delivery import Delivery
-from kizami.quantize.journal import (
-    JOURNAL_FILE,
-    Journal,
-    identity_of,
-    is_regular,
-    read_journal,
-    source_mtimes,
-)
+from kizami.quantize.job_folder import JOURNAL_FILE, is_regular, read_journal, remove_attempts
+from kizami.quantize.journal import Journal, identity_of, source_mtimes
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, read_manifest
 from kizami.quantize.place import check_no_strangers, written_files
 from kizami.quantize.plan import Plan
@@ -71,6 +65,7 @@ def finish(
     shards = [{"file": r.file, "bytes": r.nbytes, "sha256": r.sha256} for r in records]
     manifest = build_manifest(plan, shards, files, negative, source_contents, hub_origin(checkpoint.root))
     write_file_durably(partial / MANIFEST, dump_json(manifest))
+    remove_attempts(partial, (shard.file for shard in plan.shards))
     check_no_strangers(partial, written_files(plan, side_files), finished=True)
     if delivery is not None:
         fsync_folder(partial)

@@ -24,7 +24,8 @@ from kizami.formats.strict_json import dump_json, parse_json_object
 from kizami.formats.tensors import TensorSpec
 from kizami.formats.writer import WrittenShard, write_file_durably
 from kizami.quantize.calibrated.statistics import Chosen
-from kizami.quantize.journal import Journal, is_regular
+from kizami.quantize.job_folder import is_regular
+from kizami.quantize.journal import Journal
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.settings import GIVEN, Method
 

@@ -5,45 +5,35 @@ between any two of them leaves a shard without a line, which the next run writes
 """
 
 import hashlib
-import json
 import os
-import re
-import stat
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import file_sha256, io_error
-from kizami.formats.run_log import (
-    FOLDER,
-    JOURNAL,
-    append_line,
-    canonical,
-    check_identity,
-    complete_lines,
-    damaged,
-    lock_folder,
-    read_own,
-)
+from kizami.formats.run_log import FOLDER, JOURNAL, append_line, canonical, check_identity, lock_folder, read_own
 from kizami.formats.writer import fsync_folder, write_file_durably
-from kizami.quantize.layout import MAX_FILES, shard_name
+from kizami.quantize.job_folder import (
+    JOURNAL_FILE,
+    KEPT,
+    ShardRecord,
+    all_records,
+    attempt_name,
+    encode_records,
+    is_held,
+    is_regular,
+    parse_journal,
+    part_journals,
+    part_locks,
+    remove_attempts,
+    rows_name,
+    shards_of,
+)
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.report import Row, encode_row
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
-    """A finished shard."""
-
-    number: int
-    file: str
-    nbytes: int
-    sha256: str
-    rows_sha256: str  # of the shard's report rows
-    source_mtimes: dict[str, int]  # modification times, in ns, of the source files it was made from
 
 
 def identity_of(plan: Plan, source_contents: dict[str, str]) -> dict[str, Any]:
@@ -61,12 +51,14 @@ def source_mtimes(shard: Shard, checkpoint: Checkpoint) -> dict[str, int]:
 
 
 class Journal:
-    """Appends records durably; holds a lock, so that two runs cannot write into one folder."""
+    """Appends records durably; holds locks, so that no two processes write one shard. attempt: of a process that works
+    beside others; its files get their names when they are whole."""
 
-    def __init__(self, partial: Path, done: dict[int, ShardRecord], lock: int) -> None:
-        self.partial = partial
+    def __init__(self, path: Path, done: dict[int, ShardRecord], locks: Iterable[int], attempt: str = "") -> None:
+        self.path, self.partial = path, path.parent.parent
         self.done = done
-        self._lock = lock
+        self.attempt = attempt
+        self._locks = tuple(locks)
         self._failed: KizamiError | None = None
 
     @classmethod
@@ -78,39 +70,41 @@ class Journal:
         restart: bool = False,
         look: Callable[[set[str]], None] = lambda earlier: None,
     ) -> "Journal":
-        """Starts a journal, or resumes the one that is there. Raises KizamiError if it belongs to another job.
+        """Starts a journal, or resumes the one that is there, with what the parts of the job have done. Raises
+        KizamiError if it belongs to another job, or while a part is at work.
 
         restart: throws away what an earlier run left in `partial` (which kizami's journal marks as its own).
         look: called when `partial` is locked and before anything in it changes, with the shards that go on a restart.
         """
-        folder = partial / FOLDER
-        if folder.is_symlink():
-            raise KizamiError(
-                "is a link, not the folder of a journal", code="out_exists", file=f"{partial.name}/{FOLDER}"
-            )
-        lock = lock_folder(folder, partial)
+        folder = job_folder(partial)
+        lock = _lock_alone(folder, partial)
         try:
             fsync_folder(partial)  # without the folders' names nothing in them would survive a power cut
             fsync_folder(partial.absolute().parent)
             path = folder / JOURNAL
             data = read_own(path)
-            earlier = _shards_of(data) if restart else set()
+            earlier = shards_of(data) if restart else set()
             if data is not None and not restart:  # whose other settings may well have other files
-                check_identity(_parse(data, path)[0], identity, partial)
+                check_identity(parse_journal(data, path)[0], identity, partial)
             look(earlier)
             if restart:
                 _clear(partial, earlier)
             if restart or data is None:
-                data = (canonical({"identity": identity}) + "\n").encode()
+                data = encode_records(identity, ())
                 write_file_durably(path, data)
-            _, done = _parse(data, path)
             whole = data.rfind(b"\n") + 1
             if whole != len(data):  # a kill in the middle of an append: that line never happened
                 os.truncate(path, whole)
+            _, done = parse_journal(data, path)
+            if not restart:
+                if part_locks(folder):  # which every part has
+                    done = all_records(folder, identity, partial)
+                    _adopt(path, identity, done)
+                remove_attempts(partial, shards_of(data))
         except BaseException:
             os.close(lock)
             raise
-        return cls(partial, done, lock)
+        return cls(path, done, [lock])
 
     def append(self, record: ShardRecord) -> None:
         """KizamiError "io_error". After one nothing more is appended: half a line may be there, and one behind it would
@@ -118,9 +112,9 @@ class Journal:
         if self._failed is not None:
             raise self._failed
         try:
-            append_line(self.partial / FOLDER / JOURNAL, (canonical(asdict(record)) + "\n").encode())
+            append_line(self.path, (canonical(asdict(record)) + "\n").encode())
         except OSError as e:
-            self._failed = io_error("cannot write", e, f"{self.partial.name}/{FOLDER}/{JOURNAL}")
+            self._failed = io_error("cannot write", e, f"{self.partial.name}/{FOLDER}/{self.path.name}")
             raise self._failed from e
         self.done[record.number] = record
 
@@ -129,13 +123,29 @@ class Journal:
         del self.done[number]
 
     def rows_path(self, number: int) -> Path:
-        return self.partial / FOLDER / f"rows-{number:05d}.jsonl"
+        return self.path.parent / rows_name(number)
 
     def write_rows(self, number: int, rows: Iterable[Row]) -> str:
         """Returns their SHA-256."""
         data = b"".join(encode_row(row) for row in rows)
-        write_file_durably(self.rows_path(number), data)
+        path = self.rows_path(number)
+        if self.attempt:
+            name = attempt_name(path.name, self.attempt)
+            write_file_durably(path.with_name(name), data)
+            self.give_name(path.parent, name, path.name)
+        else:
+            write_file_durably(path, data)
         return hashlib.sha256(data).hexdigest()
+
+    def give_name(self, folder: Path, attempt: str, name: str) -> None:
+        """The whole file `attempt` becomes `name`, durably. A process whose journal somebody has taken away has been
+        given up for lost, and others do its work now: it changes nothing more. KizamiError "io_error"."""
+        try:
+            self.path.lstat()
+            os.replace(folder / attempt, folder / name)
+            fsync_folder(folder)
+        except OSError as e:
+            raise io_error("cannot finish", e, name) from e
 
     def is_whole(self, record: ShardRecord, *, sent: bool = False) -> bool:
         """Whether shard and rows are still the bytes that were recorded. sent: the shard is on the Hub, and may be gone
@@ -149,23 +159,43 @@ class Journal:
             return False
 
     def close(self) -> None:
-        os.close(self._lock)
+        for lock in reversed(self._locks):
+            os.close(lock)
 
 
-KEPT = ("lock", JOURNAL)
-_NAMES = r"journal\.jsonl|rows-\d{5}\.jsonl|given\.safetensors|given\.json"
-JOURNAL_FILE = re.compile(rf"lock|{_NAMES}|\.({_NAMES})\.tmp")
-_FIRST = b'{"identity":'  # what `canonical` makes of the first line
+def job_folder(partial: Path) -> Path:
+    """OUT.partial/.kizami. KizamiError "out_exists" for a link there."""
+    folder = partial / FOLDER
+    if folder.is_symlink():
+        raise KizamiError("is a link, not the folder of a journal", code="out_exists", file=f"{partial.name}/{FOLDER}")
+    return folder
 
 
-def _shards_of(data: bytes | None) -> set[str]:
-    """The files that the job of this journal has made or would have, as its first line says; none if that is
-    damaged."""
+def _lock_alone(folder: Path, partial: Path) -> int:
     try:
-        count = json.loads((data or b"").partition(b"\n")[0])["identity"]["shards"]
-    except (ValueError, RecursionError, LookupError, TypeError):
-        return set()
-    return {shard_name(i, count) for i in range(1, count + 1)} if type(count) is int and count <= MAX_FILES else set()
+        return lock_folder(folder, partial)
+    except KizamiError as e:
+        busy = [lock.stem for lock in part_locks(folder) if is_held(lock)] if e.code == "locked" else []
+        if not busy:
+            raise
+        more = f" and {len(busy) - 3} more" if len(busy) > 3 else ""
+        raise KizamiError(
+            f"jobs with --shards are still writing there: {', '.join(busy[:3])}{more}",
+            code="locked",
+            file=partial.name,
+            hint="wait for them, then run the same command again: it finishes",
+        ) from None
+
+
+def _adopt(path: Path, identity: dict[str, Any], done: dict[int, ShardRecord]) -> None:
+    """What parts of the job have recorded goes into its journal, and their files go. One of them that lives on, cut off
+    from its lock, finds its journal gone and ends."""
+    journals, locks = part_journals(path.parent), part_locks(path.parent)
+    if journals:
+        write_file_durably(path, encode_records(identity, (done[number] for number in sorted(done))))
+    for part in (*journals, *locks):
+        part.unlink()
+    remove_attempts(path.parent, {rows_name(number) for number in range(1, identity["shards"] + 1)})
 
 
 def _clear(partial: Path, shards: set[str]) -> None:
@@ -176,45 +206,6 @@ def _clear(partial: Path, shards: set[str]) -> None:
     for name in sorted(shards):
         for path in (partial / name, partial / f".{name}.tmp"):
             path.unlink(missing_ok=True)
+    remove_attempts(partial, shards)
     for folder in (partial / FOLDER, partial):
         fsync_folder(folder)
-
-
-def is_regular(path: Path, nbytes: int | None = None) -> bool:
-    """Whether `path` is a regular file, of that size; a link is none: what it leads to is not in OUT. OSError."""
-    found = path.lstat()
-    return stat.S_ISREG(found.st_mode) and nbytes in (None, found.st_size)
-
-
-def is_journal(path: Path) -> bool | None:
-    """Whether `path` is a file that begins as every journal does; None if nothing is there."""
-    try:
-        begin = read_own(path, len(_FIRST)) if is_regular(path) else b""
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return None if begin is None else begin == _FIRST
-
-
-def read_journal(path: Path) -> tuple[Any, dict[int, ShardRecord]] | None:
-    """Identity and records; None if there is no journal. Changes nothing. KizamiError as `Journal.open`."""
-    data = read_own(path)
-    return None if data is None else _parse(data, path)
-
-
-def _parse(data: bytes, path: Path) -> tuple[Any, dict[int, ShardRecord]]:
-    """The identity, None if the first line has none, and the last record of each shard. Half a last line is none."""
-    lines = complete_lines(data, path)
-    found = lines[0].get("identity") if lines else None
-    return found, {record.number: record for record in (_record(line, path) for line in lines[1:])}
-
-
-def _record(line: dict[str, Any], path: Path) -> ShardRecord:
-    try:
-        record = ShardRecord(**line)
-    except TypeError:
-        raise damaged(path) from None
-    words = (record.file, record.sha256, record.rows_sha256)
-    mtimes = list(record.source_mtimes.values()) if type(record.source_mtimes) is dict else [None]
-    if not all(type(n) is int for n in (record.number, record.nbytes, *mtimes)) or {*map(type, words)} != {str}:
-        raise damaged(path)
-    return record

@@ -13,7 +13,7 @@ from kizami.formats.index import INDEX_NAME
 from kizami.formats.places import check_new_folder
 from kizami.formats.run_log import FOLDER, JOURNAL
 from kizami.quantize.given import given_bytes
-from kizami.quantize.journal import JOURNAL_FILE, KEPT, is_journal
+from kizami.quantize.job_folder import JOURNAL_FILE, KEPT, attempted, is_journal, is_lock, part_range
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT
 from kizami.quantize.plan import Plan, Shard
 
@@ -50,8 +50,9 @@ def _check_partial(partial: Path) -> None:
             file=str(partial),
             hint="remove it, or choose another OUT",
         )
+    others = set(os.listdir(partial)) - {FOLDER}  # first: a part of this job may just be writing the journal
     found = is_journal(partial / FOLDER / JOURNAL)
-    if found is False or (found is None and set(os.listdir(partial)) - {FOLDER}):
+    if found is False or (found is None and others):
         what = (
             "is not empty and has no journal of kizami"
             if found is None
@@ -70,8 +71,9 @@ def check_still_absent(out: Path, partial: Path) -> None:
     that is there now is new. Nothing but that is taken away."""
     if out.exists() and any(out.iterdir()):
         with suppress(FileNotFoundError):
-            if os.listdir(partial) == [FOLDER] and {*os.listdir(partial / FOLDER)} <= {"lock", JOURNAL}:
-                for name in ("lock", JOURNAL):
+            names = os.listdir(partial / FOLDER)
+            if os.listdir(partial) == [FOLDER] and all(name == JOURNAL or is_lock(name) for name in names):
+                for name in names:
                     (partial / FOLDER / name).unlink(missing_ok=True)
                 (partial / FOLDER).rmdir()
                 partial.rmdir()
@@ -117,10 +119,11 @@ def _strangers(partial: Path, ours: set[str], finished: bool) -> list[str]:
             if entry.is_dir(follow_symlinks=False):
                 (waiting if f"{name}/" in folders else strange).append(f"{name}/")
             elif at == f"{FOLDER}/":
-                becomes_file = is_file or (not finished and entry.name not in KEPT)
+                kept = entry.name in KEPT or is_lock(entry.name) or part_range(entry.name) is not None
+                becomes_file = is_file or not (finished or kept)
                 if not (becomes_file and JOURNAL_FILE.fullmatch(entry.name)):
                     strange.append(name)
-            elif name not in ours or (finished and not is_file):
+            elif (name not in ours or (finished and not is_file)) and (finished or attempted(name) not in ours):
                 strange.append(name)
     return sorted(strange)
 

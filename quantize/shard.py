@@ -16,6 +16,7 @@ from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.executor import Stopped
 from kizami.quantize.given import Given
+from kizami.quantize.job_folder import attempt_name
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Plan, Shard, Step
 from kizami.quantize.tensor import Piece, Produced, pieces, produce
@@ -26,16 +27,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class FinishedShard:
+    """attempt: the name that it has until whoever holds the journal gives it its own; None where it has that."""
+
     file: str
     nbytes: int
     sha256: str
     rows: list[dict[str, Any]]
+    attempt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Shop:
     """What all shards of a run share. pool: None computes in the shard's own thread. slots: pieces of all shards that
-    may be computed or wait to be written; they bound the memory."""
+    may be computed or wait to be written; they bound the memory. attempt: as `Journal.attempt`."""
 
     plan: Plan
     reader: TensorReader
@@ -47,11 +51,12 @@ class Shop:
     on_piece: Callable[[Piece], None]
     calibration: Calibration | None = None
     given: Given | None = None
+    attempt: str = ""
 
 
 def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
-    """Writes `shop.folder/shard.file` durably. Pieces are written in order, so the bytes do not depend on who was
-    faster. Raises KizamiError, or Stopped."""
+    """Writes `shop.folder/shard.file`, or the attempt at it, durably. Pieces are written in order, so the bytes do not
+    depend on who was faster. Raises KizamiError, or Stopped."""
     steps: list[tuple[Step, ErrorSums | None, Chosen | None]] = []
     sums: ErrorSums | None = None  # of the pieces of a step
 
@@ -62,7 +67,8 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
         return produce(piece, shop.reader, policy, method, shop.buffers, shop.calibration, shop.given)
 
     work = chain.from_iterable(pieces(step) for step in shard.steps)
-    with ShardWriter(shop.folder / shard.file, shard.tensors) as writer:
+    attempt = attempt_name(shard.file, shop.attempt) if shop.attempt else None
+    with ShardWriter(shop.folder / (attempt or shard.file), shard.tensors) as writer:
         for piece, produced in in_order(shop.pool, compute, work, shop.slots):
             for name, data in produced.chunks:
                 writer.append(name, data)
@@ -76,7 +82,7 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
             del produced, data  # they would stay in memory while the next piece is awaited
         written = writer.finish()
     rows = [report_row(shop.plan, shard, step, sums, written.crc32, chosen) for step, sums, chosen in steps]
-    return FinishedShard(written.file, written.nbytes, written.sha256, rows)
+    return FinishedShard(shard.file, written.nbytes, written.sha256, rows, attempt)
 
 
 def in_order(

@@ -418,13 +418,13 @@ def test_a_name_that_the_terminal_cannot_encode_is_escaped() -> None:
 
 SLOW = """
 import sys, time
-import kizami.quantize.pipeline as pipeline
+import kizami.quantize.local_pool as local_pool
 from kizami.cli.app import main
-real = pipeline.convert_shard
+real = local_pool.convert_shard
 def slow(*args, **kwargs):
     time.sleep(0.3)
     return real(*args, **kwargs)
-pipeline.convert_shard = slow
+local_pool.convert_shard = slow
 main(sys.argv[1:])
 """
 

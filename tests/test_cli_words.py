@@ -255,7 +255,7 @@ def test_a_resumed_bar_starts_at_what_is_done(tiny_checkpoint: Path, monkeypatch
     plan = build_plan(Checkpoint.open(tiny_checkpoint), Policy(max_shard_bytes=1_000_000), Method())
     sizes = [sum(step.weight.nbytes for step in shard.steps) for shard in plan.shards]
     monkeypatch.setattr(output.Ui, "shows_bar", True)
-    with watch.Watch(output.Ui(), plan) as seen:
+    with watch.Watch(output.Ui(), plan.shards) as seen:
         assert seen._bar is not None
         (task,) = seen._bar.tasks
         seen(Started(len(sizes), 2, (), sizes[0] + sizes[1]))

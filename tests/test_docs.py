@@ -91,7 +91,7 @@ def test_help_has_no_noise_and_no_hard_line_breaks() -> None:
 
 def test_plan_takes_every_option_of_convert_that_decides_the_bytes() -> None:
     run_only = {"workers", "device", "dry_run", "restart", "max_rel_error", "allow_unloadable"}
-    run_only |= {"events", "scratch_limit", "push_to", "private", "delete_pushed"}
+    run_only |= {"events", "scratch_limit", "push_to", "private", "delete_pushed", "shards", "executor", "ray_address"}
     engine = {"engine", "data", "samples", "seq_len", "seed", "tokenizer"}  # codes, no sizes: the plan is the same
     convert = {parameter.name for parameter in COMMANDS["convert"].params} - run_only - engine - {"out"}
     assert convert <= {parameter.name for parameter in COMMANDS["plan"].params}

@@ -14,7 +14,7 @@ import pytest
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.quantize import pipeline, shard
+from kizami.quantize import local_pool, pipeline, shard
 from kizami.quantize.executor import from_thread, in_thread, thread_map
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Method, Policy
@@ -87,7 +87,7 @@ def test_a_run_whose_every_shard_fails_ends(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More failures than slots, before anyone has looked at the first: nobody may wait for a slot for ever."""
-    watch = pipeline._wait_for_first_failure
+    watch = local_pool._wait_for_first_failure
 
     def late(futures: list[Future[None]]) -> None:
         wait(futures)
@@ -96,8 +96,8 @@ def test_a_run_whose_every_shard_fails_ends(
     def unreadable(*args: object, **options: object) -> None:
         raise KizamiError("cannot read", code="io_error", file="x")
 
-    monkeypatch.setattr(pipeline, "Semaphore", Impatient)
-    monkeypatch.setattr(pipeline, "_wait_for_first_failure", late)
+    monkeypatch.setattr(local_pool, "Semaphore", Impatient)
+    monkeypatch.setattr(local_pool, "_wait_for_first_failure", late)
     monkeypatch.setattr(shard, "produce", unreadable)
     checkpoint = Checkpoint.open(tiny_checkpoint)
     plan = build_plan(checkpoint, Policy(max_shard_bytes=100_000), Method())
@@ -144,7 +144,7 @@ import contextlib, faulthandler, io, os, signal, sys
 from itertools import count
 from kizami.cli.app import main
 step, again, *words = sys.argv[1:]
-PLACES = ("concurrent/futures", "/threading.py", "quantize/pipeline.py", "quantize/executor.py")
+PLACES = ("concurrent/futures", "/threading.py", "ze/pipeline.py", "ze/local_pool.py", "ze/executor.py")
 def call(out):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:

@@ -173,6 +173,7 @@ def with_mtp_alone(tiny: Path, folder: Path) -> Path:
 # --------------------------------------------------------------------------------------------- signals, locks and kills
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_waiting_for_a_download(
     hub: LocalHub, env: dict[str, str], tmp_path: Path, number: signal.Signals

@@ -15,7 +15,8 @@ import pytest
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.quantize.journal import Journal, ShardRecord
+from kizami.quantize.job_folder import ShardRecord
+from kizami.quantize.journal import Journal
 from kizami.quantize.pipeline import ShardDone, Started, run
 from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan

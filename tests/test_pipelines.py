@@ -262,6 +262,72 @@ def test_a_step_that_is_refused_ends_the_script(env: dict[str, str], tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def commands_of(script: list[object], tasks: int, env: dict[str, str], cwd: Path) -> list[str]:
+    """What the jobs of an array would run: a `kizami` and an `srun` that only say it."""
+    said: list[str] = []
+    for name in ("kizami", "srun"):
+        program = cwd / "bin" / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        program.chmod(0o755)
+    for task in range(tasks):
+        slurm = {
+            "SLURM_ARRAY_TASK_ID": str(task + 1),
+            "SLURM_ARRAY_TASK_MIN": "1",
+            "SLURM_ARRAY_TASK_COUNT": str(tasks),
+        }
+        mine = env | slurm | {"JOB_COMPLETION_INDEX": str(task), "JOBS": str(tasks)}
+        done = subprocess.run(list(map(str, script)), env=mine, cwd=cwd, capture_output=True, text=True, check=True)
+        said += done.stdout.splitlines()
+    return said
+
+
+def shards_of(commands: list[str], number: int) -> list[int]:
+    """The shards that they name, one after the other."""
+    found = [re.search(rf"kizami convert /src /out --shards (\d+)-(\d+)/{number}$", line) for line in commands]
+    return [shard for match in found if match for shard in range(int(match[1]), int(match[2]) + 1)]
+
+
+@pytest.mark.parametrize(("tasks", "number"), [(8, 96), (8, 13), (3, 2), (1, 5)])
+def test_the_jobs_of_an_array_have_every_shard_once(
+    env: dict[str, str], tmp_path: Path, tasks: int, number: int
+) -> None:
+    slurm = ["sh", FOLDER / "slurm-array.sh", "/src", "/out", number]
+    assert shards_of(commands_of(slurm, tasks, env, tmp_path), number) == list(range(1, number + 1))
+    job, _ = read_yaml(FOLDER / "kubernetes.yaml", "kubernetes.yaml")["items"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    kubernetes = [*container["command"], *container["args"]]
+    named = env | {"SRC": "/src", "OUT": "/out", "SHARDS": str(number)}
+    assert shards_of(commands_of(kubernetes, tasks, named, tmp_path), number) == list(range(1, number + 1))
+
+
+def test_the_jobs_of_kubernetes_agree_with_each_other() -> None:
+    shards, finish = read_yaml(FOLDER / "kubernetes.yaml", "kubernetes.yaml")["items"]
+    (first,), (second,) = (job["spec"]["template"]["spec"]["containers"] for job in (shards, finish))
+    given = {one["name"]: one["value"] for one in first["env"]}
+    assert second["args"] == [given["SRC"], given["OUT"]]
+    assert shards["spec"]["completions"] == shards["spec"]["parallelism"] == int(given["JOBS"])
+    assert shards["spec"]["completionMode"] == "Indexed"
+    assert finish["spec"]["suspend"] is True
+
+
+@pytest.mark.long
+def test_an_array_and_the_job_after_it_convert_and_prove(
+    demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    fake = tmp_path / "bin" / "srun"
+    fake.write_text('#!/bin/sh\nexec "$@"\n')
+    fake.chmod(0o755)
+    env |= {"KIZAMI_PIPELINE": str(FOLDER / "pipeline.sh"), "KIZAMI_MAX_SHARD_SIZE": "3MB"}
+    for task in (1, 3):  # the second one failed
+        slurm = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "3"}
+        done = run(FOLDER / "slurm-array.sh", demo_checkpoint, "out", 4, env=env | slurm, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "out").exists()
+    done = run(FOLDER / "slurm.sh", demo_checkpoint, "out", env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "results" / "verify.json").read_text())["ok"]
+
+
 def steps(value: Any) -> list[str]:
     """Every `run` and `script` of a YAML file."""
     if isinstance(value, dict):

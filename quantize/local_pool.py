@@ -1,0 +1,110 @@
+"""The executor of one machine: threads."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from threading import Event, Semaphore
+
+from kizami.formats.reader import TensorReader
+from kizami.formats.run_log import FOLDER
+from kizami.quantize.buffers import Buffers
+from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver
+from kizami.quantize.calibrated.statistics import Calibration
+from kizami.quantize.executor import available_cores
+from kizami.quantize.given import Given
+from kizami.quantize.job import Job, Record
+from kizami.quantize.journal import Journal
+from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.settings import GIVEN
+from kizami.quantize.shard import Shop, convert_shard
+from kizami.quantize.supply import Supply
+from kizami.quantize.warm_up import warm_up
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPool:
+    """workers: threads that compute; None for all cores."""
+
+    workers: int | None = None
+
+    def check(self, plan: Plan) -> None:
+        """Nothing is beyond it."""
+
+    def convert(self, job: Job, todo: Sequence[Shard], record: Record, stop: Event) -> None:
+        """Shards are driven by a few threads (they write and hash); all of them share one pool that computes.
+
+        numba, hashlib and the file calls release the GIL, so threads scale like processes and need no copies. Two
+        drivers at least: while one waits for fsync, the other keeps the pool busy.
+        """
+        plan, journal, delivery = job.plan, record.journal, job.remote.delivery
+        workers = self.workers or available_cores()
+        if plan.method.name == "gptq":
+            workers = min(workers, SOLVER_WORKERS)
+        drivers = max(1, min(len(todo), max(2, workers // 2))) if workers > 1 else 1
+        with TensorReader(job.checkpoint) as reader, ExitStack() as stack:
+            supply = _supply(job, todo, journal, reader, stop)
+            if supply is not None:
+                stack.enter_context(supply)
+            pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
+            lead = ThreadPoolExecutor(drivers, "kizami-shard")
+            slots = Semaphore(workers + max(1, drivers // 2))  # the pool has work while every second driver writes
+            solver = None
+            if job.statistics is not None and plan.method.name == "gptq":
+                solver = Solver(job.statistics, plan.steps, reader, job.device, stop)
+            calibration = None if job.statistics is None else Calibration(job.statistics, drivers + 1, solver)
+            given = Given(journal.partial / FOLDER, plan) if plan.method.name in GIVEN and todo else None
+            shop = Shop(
+                plan, reader, Buffers(2 * workers), journal.partial, pool, slots, stop, record.piece, calibration,
+                given, journal.attempt,
+            )  # fmt: skip
+
+            def convert(shard: Shard) -> None:
+                with nullcontext() if supply is None else supply.lend(shard):
+                    started = time.monotonic()
+                    finished = convert_shard(shop, shard)
+                done = record.shard(shard, finished, time.monotonic() - started)
+                if delivery is not None:
+                    delivery.hand(done)
+
+            try:
+                if todo:
+                    warm_up(plan)
+                _wait_for_first_failure([lead.submit(convert, shard) for shard in todo])
+            finally:
+                stop.set()
+                for executor in (lead, pool):
+                    if executor is not None:
+                        executor.shutdown(wait=True, cancel_futures=True)
+                if solver is not None:
+                    solver.close()
+                if given is not None:
+                    given.close()
+
+
+def _supply(job: Job, todo: Sequence[Shard], journal: Journal, reader: TensorReader, stop: Event) -> Supply | None:
+    """None where nothing comes and nothing goes. What an earlier run has finished and not sent is sent now."""
+    remote, delivery = job.remote, job.remote.delivery
+    waiting = [] if delivery is None else [done for done in journal.done.values() if not delivery.is_there(done)]
+    supply = None
+    if remote.mirror is not None or remote.sheds:
+        kept = {record.number: record.nbytes for record in waiting} if remote.sheds else {}
+        supply = Supply(
+            remote.mirror, job.checkpoint, todo, reader, stop, remote.limit, outputs=remote.sheds, kept=kept
+        )
+    if delivery is not None:
+        if supply is not None and delivery.delete:
+            delivery.on_gone, delivery.on_error = supply.gone, supply.fail
+            delivery.short, supply.on_short = lambda: supply.short, delivery.nudge
+            delivery.forget([done for done in journal.done.values() if done not in waiting])
+        for record in waiting:
+            delivery.hand(record)
+    return supply
+
+
+def _wait_for_first_failure(futures: list[Future[None]]) -> None:
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:  # of failures that came together, that of the first shard
+        if future in done:
+            future.result()

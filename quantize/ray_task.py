@@ -1,0 +1,155 @@
+"""One shard in a Ray task, on whatever machine Ray has chosen. What the driver sends is held against what is seen there
+before a byte is read.
+
+The shard's bytes stay under the name of this attempt: only the driver gives them their own. A task that was given up
+for lost and goes on all the same can publish nothing and destroy nothing.
+"""
+
+import hashlib
+import pickle
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from threading import Event, Semaphore
+from typing import Any
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.formats.fingerprint import sample_file
+from kizami.formats.header import Header, read_header
+from kizami.formats.reader import TensorReader
+from kizami.formats.run_log import FOLDER, JOURNAL, read_own
+from kizami.formats.statistics import Statistics
+from kizami.quantize.buffers import Buffers
+from kizami.quantize.calibrated.statistics import Calibration
+from kizami.quantize.job_folder import new_attempt
+from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
+from kizami.quantize.shard import FinishedShard, Shop, convert_shard
+from kizami.quantize.warm_up import warm_up
+
+SHARED = "SRC and OUT must lie on a file system that every node mounts at the same path"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """node: where it was made. seconds: that it took. finished is None where `refusal` says why."""
+
+    node: str
+    seconds: float
+    finished: FinishedShard | None
+    refusal: KizamiError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one shard needs of plan and checkpoint: whole ones take a process seconds to unpack."""
+
+    plan: Plan
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(cls, plan: Plan, checkpoint: Checkpoint, shard: Shard) -> "Parcel":
+        files = {info.file for step in shard.steps for info in step.sources}
+        headers = {file: replace(checkpoint.headers[file], tensors=()) for file in files}
+        return cls(
+            replace(plan, steps=shard.steps, shards=(shard,), config={}, quantization_config={}, source={}),
+            replace(checkpoint, headers=headers, tensors={}, config={}),
+        )
+
+
+_SEEN: dict[tuple[str, str, str], Header] = {}  # journal, root and file: source files that were looked at here
+
+
+def journal_begin(partial: Path) -> str:
+    """SHA-256 of the journal's first line; "" if there is none."""
+    data = read_own(partial / FOLDER / JOURNAL)
+    return "" if not data else hashlib.sha256(data.partition(b"\n")[0]).hexdigest()
+
+
+def convert_one(errand: dict[str, Any], packed: bytes) -> Answer:
+    """errand: plain values, which any version understands. packed: a Parcel, which only the same version does."""
+    started = time.monotonic()
+    node = _here()
+    try:
+        finished = _convert(errand, packed)
+    except KizamiError as e:
+        said = KizamiError(f"{node}: {e.message}", code=e.code, file=e.file, tensor=e.tensor, hint=e.hint)
+        return Answer(node, time.monotonic() - started, None, said)
+    return Answer(node, time.monotonic() - started, finished, None)
+
+
+def _here() -> str:
+    from ray.util import get_node_ip_address
+
+    return f"node {socket.gethostname()} ({get_node_ip_address()})"
+
+
+def _convert(errand: dict[str, Any], packed: bytes) -> FinishedShard:
+    _check_version(errand)
+    partial = Path(errand["partial"])
+    _check_folders(errand, partial)
+    parcel: Parcel = pickle.loads(packed)
+    plan, (shard,) = parcel.plan, parcel.plan.shards
+    checkpoint = replace(parcel.checkpoint, headers=_seen_here(parcel.checkpoint, errand))
+    calibration = _calibration(plan, errand["stats"])
+    warm_up(plan)
+    workers = int(errand["workers"])
+    with TensorReader(checkpoint) as reader, ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(workers, "kizami-compute")) if workers > 1 else None
+        shop = Shop(
+            plan, reader, Buffers(2 * workers), partial, pool, Semaphore(workers + 1), Event(), lambda piece: None,
+            calibration, attempt=new_attempt(),
+        )  # fmt: skip
+        return convert_shard(shop, shard)
+
+
+def _check_version(errand: dict[str, Any]) -> None:
+    here, theirs = (version("kizami"), PLAN_FORMAT), (errand["version"], errand["plan_format"])
+    if here != theirs:
+        raise KizamiError(
+            f"has kizami {here[0]} (plans of format {here[1]}), and the driver {theirs[0]} ({theirs[1]})",
+            code="other_version",
+            hint="install the same version on every node",
+        )
+
+
+def _check_folders(errand: dict[str, Any], partial: Path) -> None:
+    for name, folder in (("SRC", Path(errand["source"])), ("OUT.partial", partial)):
+        if not folder.is_dir():
+            raise KizamiError(f"does not see {name}", code="not_shared", file=str(folder), hint=SHARED)
+    if journal_begin(partial) != errand["journal"]:
+        raise KizamiError(
+            "sees another folder there than the driver, without the journal of this job",
+            code="not_shared",
+            file=str(partial),
+            hint=SHARED,
+        )
+
+
+def _calibration(plan: Plan, stats: str | None) -> Calibration | None:
+    if stats is None:
+        return None
+    statistics = Statistics.open(Path(stats))
+    if statistics.sha256 != plan.method.stats:
+        raise KizamiError("is another file here than the driver's", code="not_shared", file=stats, hint=SHARED)
+    return Calibration(statistics, 2)
+
+
+def _seen_here(checkpoint: Checkpoint, errand: dict[str, Any]) -> dict[str, Header]:
+    """Times and inodes may be other ones than the driver's; size, header and sampled pages may not. What was seen once
+    must stay as it is from then on, as everywhere."""
+    found = {}
+    for file, theirs in checkpoint.headers.items():
+        path, key = checkpoint.path(file), (errand["journal"], str(checkpoint.root), file)
+        if key not in _SEEN:
+            ours = read_header(path, file)
+            same = (ours.file_size, ours.sha256) == (theirs.file_size, theirs.sha256)
+            if not same or sample_file(path, file) != errand["contents"][file]:
+                raise KizamiError("is another file here than the driver's", code="not_shared", file=file, hint=SHARED)
+            _SEEN[key] = replace(ours, tensors=())
+        found[file] = _SEEN[key]
+    return found

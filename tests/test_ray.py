@@ -1,0 +1,249 @@
+"""`--executor ray`: a cluster of two nodes on this machine, each a raylet with workers of its own."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import gptq_fixtures
+import pytest
+from cli_fixtures import Done, files_of, process
+from local_hub import LocalHub
+
+from kizami.formats.checkpoint import Checkpoint
+from kizami.formats.errors import KizamiError
+from kizami.quantize.on_ray import RayCluster
+from kizami.quantize.pipeline import run
+from kizami.quantize.planner import build_plan
+from kizami.quantize.run_events import RunEvent, ShardDone, ShardLost, Started
+from kizami.quantize.settings import Method, Policy
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'kizami[ray]'")
+from ray.cluster_utils import Cluster
+
+pytestmark = pytest.mark.slow
+OPTIONS = ("--max-shard-size", "1MB")
+POLICY = Policy(max_shard_bytes=1_000_000)
+CORES = 1  # of a node
+
+# Every worker process runs this: who makes a shard durable says so, and takes its time.
+SLOW = """
+import os, time
+real = os.fsync
+def fsync(fd):
+    try:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+    except OSError:
+        name = ""
+    if name.startswith("..model-"):
+        with open(os.environ["MADE"], "a") as f:
+            f.write(f"{name.split('.')[2]} {os.getppid()}\\n")  # the parent is the node's raylet
+        time.sleep(2)
+    real(fd)
+os.fsync = fsync
+"""
+
+
+def cluster_of(nodes: int) -> Any:
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": CORES, "include_dashboard": False})
+    for _ in range(nodes - 1):
+        made.add_node(num_cpus=CORES)
+    return made
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    made = cluster_of(2)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def slow_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("MADE", str(tmp_path / "made"))
+    made = cluster_of(2)
+    monkeypatch.delenv("PYTHONPATH")
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def clean(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a local run gives."""
+    out = tmp_path_factory.mktemp("clean") / "out"
+    done = process("convert", demo_checkpoint, out, *OPTIONS, "-q")
+    assert done.code == 0, done.err
+    return files_of(out)
+
+
+def convert(cluster: Any, source: Path, out: Path, *words: object) -> Done:
+    return process("convert", source, out, *OPTIONS, "--executor", "ray", "--ray-address", cluster.address, *words)
+
+
+def test_two_nodes_give_the_bytes_and_the_report_of_a_local_run(
+    cluster: Any, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path
+) -> None:
+    events = tmp_path / "events.jsonl"
+    done = convert(cluster, demo_checkpoint, tmp_path / "out", "--json", "--events", events)
+    assert done.code == 0, done.err
+    assert done.json["output"]["shards"] == len([name for name in clean if name.startswith("model-0")])
+    assert files_of(tmp_path / "out") == clean
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    kinds = Counter(line["event"] for line in lines)
+    assert kinds["shard"] == done.json["output"]["shards"]
+    assert (kinds["started"], kinds["finished"], kinds["lost"]) == (1, 1, 0)
+    assert done.err.count("shard ") == kinds["shard"]
+
+
+def test_a_node_that_is_killed_costs_only_the_shards_it_was_at(
+    slow_cluster: Any, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (node,) = slow_cluster.worker_nodes
+    raylet = str(node.all_processes["raylet"][0].process.pid)
+    made = tmp_path / "made"
+
+    def kill() -> None:  # while it makes a shard durable
+        while not made.exists() or raylet not in made.read_text().split():
+            time.sleep(0.02)
+        slow_cluster.remove_node(node, allow_graceful=False)
+
+    events: list[RunEvent] = []
+    checkpoint = Checkpoint.open(demo_checkpoint)
+    plan = build_plan(checkpoint, POLICY, Method())
+    killer = Thread(target=kill, daemon=True)
+    killer.start()
+    run(plan, checkpoint, tmp_path / "out", executor=RayCluster(slow_cluster.address), on_event=events.append)
+    killer.join(60)
+    assert files_of(tmp_path / "out") == clean
+    finished = sorted(event.shard.number for event in events if isinstance(event, ShardDone))
+    assert finished == [shard.number for shard in plan.shards]
+    lost = [event.shard.file.removesuffix(".safetensors") for event in events if isinstance(event, ShardLost)]
+    attempts = Counter(made.read_text().split()[::2])
+    assert len(lost) == CORES
+    assert [name for name, times in attempts.items() if times > 1] == lost
+    assert attempts.total() == len(plan.shards) + len(lost)
+    assert capsys.readouterr().out == ""  # what Ray has to say of a dead node does not go where the data is
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_cancels_the_tasks_and_the_run_resumes_anywhere(
+    slow_cluster: Any, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path, sent: signal.Signals
+) -> None:
+    words = ["convert", demo_checkpoint, tmp_path / "out", *OPTIONS]
+    ray = ["--executor", "ray", "--ray-address", slow_cluster.address]
+    command = [sys.executable, "-m", "kizami.cli", *map(str, [*words, *ray])]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        next(line for line in child.stderr if line.startswith("shard 2/"))
+        child.send_signal(sent)
+        rest = child.stderr.read().splitlines()
+    assert child.returncode == 128 + sent, rest
+    assert rest[-1].startswith("kizami: interrupted: run the same command again to resume; ")
+    left = [name for name in os.listdir(tmp_path / "out.partial") if ".model-" in name]
+    assert left == []
+    done = process(*words)
+    assert (done.code, "resumed: " in done.err) == (0, True)
+    assert files_of(tmp_path / "out") == clean
+
+
+def test_an_interrupted_local_run_goes_on_in_a_cluster(
+    cluster: Any, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path
+) -> None:
+    def interrupt(event: RunEvent) -> None:
+        if isinstance(event, ShardDone):
+            raise KeyboardInterrupt
+
+    checkpoint = Checkpoint.open(demo_checkpoint)
+    plan = build_plan(checkpoint, POLICY, Method())
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, checkpoint, tmp_path / "out", workers=1, on_event=interrupt)
+    (tmp_path / "out.partial" / "..model-00009-of-00013.safetensors.0123abcd.tmp").write_bytes(b"half")
+    events: list[RunEvent] = []
+    run(plan, checkpoint, tmp_path / "out", executor=RayCluster(cluster.address), on_event=events.append)
+    (started,) = (event for event in events if isinstance(event, Started))
+    assert started.resumed >= 1
+    assert files_of(tmp_path / "out") == clean
+
+
+def test_what_is_wrong_with_the_source_is_said_as_ever_and_by_which_node(
+    cluster: Any, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    made = Checkpoint.open(shutil.copytree(demo_checkpoint, tmp_path / "src"))
+    info = next(info for info in made.tensors.values() if info.name.endswith("experts.0.up_proj.weight"))
+    with open(made.path(info.file), "r+b") as f:
+        f.seek(info.begin + 3)
+        f.write(b"\x7f")  # NaN
+    name = info.name
+    done = convert(cluster, made.root, tmp_path / "out", "--json")
+    assert done.code == 2
+    error = done.json["error"]
+    assert error["tensor"] == name
+    assert error["message"].startswith("node ")
+    assert "NaN" in error["message"]
+    assert (tmp_path / "out.partial").exists()
+
+
+def test_a_node_without_kizami_is_named(demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['kizami'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = cluster_of(1)
+    monkeypatch.delenv("PYTHONPATH")
+    try:
+        done = convert(made, demo_checkpoint, tmp_path / "out", "--json")
+    finally:
+        made.shutdown()
+    assert done.code == 2
+    error = done.json["error"]
+    assert error["code"] == "task_failed"
+    assert re.search(r"a task on node [0-9a-f.:]+ failed: ModuleNotFoundError: .*kizami", error["message"])
+
+
+def test_weighted_works_with_statistics_that_all_nodes_see(
+    cluster: Any, demo_checkpoint: Path, demo_stats: gptq_fixtures.Made, tmp_path: Path
+) -> None:
+    words = ("--method", "weighted", "--stats", demo_stats.folder)
+    assert convert(cluster, demo_checkpoint, tmp_path / "out", *words).code == 0
+    assert process("convert", demo_checkpoint, tmp_path / "local", *OPTIONS, *words).code == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
+
+
+def test_more_cores_for_a_task_than_a_node_has_are_refused(cluster: Any, demo_checkpoint: Path, tmp_path: Path) -> None:
+    done = convert(cluster, demo_checkpoint, tmp_path / "out", "--workers", CORES + 1)
+    assert done.code == 2
+    assert f"--workers {CORES + 1} are the cores of one task, and the largest node has {CORES}" in done.err
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_finished_shards_are_pushed_as_they_come(
+    cluster: Any, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalHub(tmp_path / "hub") as hub:
+        for key, value in hub.environment(tmp_path / "home").items():
+            monkeypatch.setenv(key, value)
+        done = convert(cluster, demo_checkpoint, tmp_path / "out", "--push-to", "me/int4")
+        assert done.code == 0, done.err
+        assert set(clean) <= set(hub.files("me/int4"))
+    assert files_of(tmp_path / "out") == clean
+
+
+def test_no_cluster_is_said_with_how_to_start_one(demo_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(demo_checkpoint)
+    plan = build_plan(checkpoint, POLICY, Method())
+    with pytest.raises(KizamiError) as e:
+        run(plan, checkpoint, tmp_path / "out", executor=RayCluster("127.0.0.1:9"))
+    assert e.value.code == "no_cluster"
+    assert "ray start --head" in str(e.value)
+    assert not (tmp_path / "out.partial").exists()
