@@ -20,7 +20,7 @@ EventsFile = Annotated[
         "--events",
         panel=OUTPUT,
         metavar="FILE",
-        help="Append a line of JSON for each step: planned, started, progress, shard, lost, pushed, finished or failed.",
+        help="Append a line of JSON for each step: planned, started, progress, shard, lost, pushed, finished, failed.",
     ),
 ]
 PushTo = Annotated[
