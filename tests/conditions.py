@@ -13,14 +13,14 @@ import pytest
 
 from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
-from kizami.quantize import buffers, pipeline, shard, tensor
+from kizami.quantize import buffers, local_pool, shard, tensor
 
 
 def one_driver(patch: pytest.MonkeyPatch) -> None:
     """All shards through one thread, their pieces through many."""
-    real = pipeline.ThreadPoolExecutor
+    real = local_pool.ThreadPoolExecutor
     patch.setattr(
-        pipeline,
+        local_pool,
         "ThreadPoolExecutor",
         lambda n, name: real(1 if name == "kizami-shard" else n, thread_name_prefix=name),
     )

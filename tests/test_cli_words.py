@@ -48,20 +48,18 @@ def test_an_unfinished_output_is_called_that(kizami: Run, converted: Path, tmp_p
         assert (done.code, done.json["error"]["code"]) == (2, "unfinished"), words
 
 
-def test_verify_against_another_commit_names_both(
-    kizami: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_against_another_commit_names_both(kizami: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     repo = tmp_path / "hub" / "models--org--tiny"
     for commit in ("a" * 40, "b" * 40):
         shutil.copytree(tiny_checkpoint, repo / "snapshots" / commit)
     (repo / "snapshots" / ("b" * 40) / "notes.txt").write_text("new")
     out = tmp_path / "out"
     assert kizami("convert", repo / "snapshots" / ("a" * 40), out, "-q").code == 0
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    done = kizami("verify", out, "--against", f"org/tiny@{'b' * 40}", "--json")
+    env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = process("verify", out, "--against", f"org/tiny@{'b' * 40}", "--json", env=env)
     (problem,) = done.json["problems"]
     assert problem["message"] == f"was made of org/tiny@{'a' * 40}, and the source here is org/tiny@{'b' * 40}"
-    assert kizami("verify", out, "--against", f"org/tiny@{'a' * 40}").code == 0
+    assert process("verify", out, "--against", f"org/tiny@{'a' * 40}", env=env).code == 0
 
 
 def test_a_sample_of_nothing_is_a_usage_error(kizami: Run, converted: Path) -> None:
