@@ -115,6 +115,7 @@ def convert(
                 follow.planned(plan, shown(checkpoint), part)
                 if dry_run:
                     _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp)
+                    follow.write("finished", dry_run=True)
                     return
                 if part is not None:
                     done = run_shards(

@@ -1,6 +1,7 @@
 """`--events FILE`: a line of JSON for each step of a conversion, for dashboards and pipelines that follow it."""
 
 import json
+import os
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -120,6 +121,10 @@ def _opened(name: str, source: Path, out: Path) -> TextIO:
             hint = "write it elsewhere"
             raise KizamiError(f"lies in {place}, where the run works", code="bad_file", file=name, hint=hint)
     try:
+        half = os.path.isfile(name) and Path(name).read_bytes()[-1:] not in (b"", b"\n")
+        if half:  # of a line that a full disk has cut
+            with open(name, "a", encoding="utf-8") as file:
+                file.write("\n")
         return open(name, "a", encoding="utf-8")
     except OSError as e:
         raise io_error("cannot open", e, name) from e

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 
@@ -74,10 +75,11 @@ class BlockStream:
         self._join()
 
     def _join(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        """A signal may come at any point of it; then it is done once more."""
+        if self._thread is not None:
             self._full.put(None)
-            thread.join()
+            self._thread.join()
+            self._thread = None
 
     def _next_block(self) -> NDArray[np.uint8]:
         if self._blocks < BLOCKS:
@@ -91,8 +93,9 @@ class BlockStream:
     def _hand_over(self, block: NDArray[np.uint8]) -> None:
         if self._thread is None:
             self._past_cache()
-            self._thread = Thread(target=self._run, name="kizami-write", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._run, name="kizami-write", daemon=True)
+            thread.start()
+            self._thread = thread  # not before: one that has not begun cannot be joined
         self._block, self._filled = None, 0
         self._full.put(block)
 
@@ -125,7 +128,8 @@ class BlockStream:
         """Lets the disk begin now, so that fsync has little left to wait for. On Linux this advice starts writing
         (mm/fadvise.c) and drops the pages that are clean."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, self._flushed, self.stored - self._flushed, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # it is advice
+                os.posix_fadvise(self._fd, self._flushed, self.stored - self._flushed, os.POSIX_FADV_DONTNEED)
         self._flushed = self.stored
 
     def _past_cache(self) -> None:

@@ -70,10 +70,12 @@ def attempted(name: str) -> str | None:
 
 
 def remove_attempts(folder: Path, files: Iterable[str]) -> None:
-    """What lost processes have left of `files`. OSError."""
+    """What lost processes have left of `files`, those that worked alone included: nobody may be at work on these.
+    OSError."""
     wanted = set(files)
+    alone = {f".{file}.tmp" for file in wanted}
     for name in os.listdir(folder):
-        if attempted(name) in wanted:
+        if name in alone or attempted(name) in wanted:
             (folder / name).unlink(missing_ok=True)
 
 
@@ -102,7 +104,7 @@ def is_lock(name: str) -> bool:
 def is_held(lock: Path) -> bool:
     """Whether a process that lives holds it."""
     try:
-        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe has no lock of ours
     except OSError:
         return False
     try:

@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +117,35 @@ def test_an_error_of_the_thread_is_raised_where_bytes_are_appended_or_ended(
     with pytest.raises(OSError, match="No space left"):
         again.end()
     assert (again.stored, writers()) == (0, [])
+
+
+def test_a_signal_while_the_thread_starts_or_ends_leaves_nothing_behind(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, join = threading.Thread.start, threading.Thread.join
+    broken: list[str] = []
+
+    def once(name: str, call: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+        def called(thread: threading.Thread) -> None:
+            if thread.name == "kizami-write" and name not in broken:
+                broken.append(name)
+                raise KeyboardInterrupt
+            call(thread)
+
+        return called
+
+    monkeypatch.setattr(threading.Thread, "start", once("start", start))
+    monkeypatch.setattr(threading.Thread, "join", once("join", join))
+    first = BlockStream(fd)
+    with pytest.raises(KeyboardInterrupt):
+        first.append(data(BLOCK_BYTES))
+    first.stop()
+    second = BlockStream(fd)
+    second.append(data(2 * BLOCK_BYTES))
+    with pytest.raises(KeyboardInterrupt):
+        second.end()
+    second.stop()
+    assert (broken, writers()) == (["start", "join"], [])
 
 
 def test_nothing_is_written_after_a_stop(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

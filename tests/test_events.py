@@ -95,6 +95,17 @@ def test_a_reader_that_leaves_and_a_full_disk_end_the_lines_and_not_the_run(
     assert "/dev/full: no more events are written: No space left on device" in full.err
 
 
+def test_half_a_line_of_an_earlier_run_does_not_spoil_the_next(
+    kizami: Run, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    events = tmp_path / "events.jsonl"
+    events.write_text('{"event": "planned", "sourc')
+    assert kizami("convert", tiny_checkpoint, tmp_path / "out", "--events", events, "--dry-run", "-q").code == 0
+    half, planned, finished = events.read_text().splitlines()
+    assert half == '{"event": "planned", "sourc'
+    assert [json.loads(line)["event"] for line in (planned, finished)] == ["planned", "finished"]
+
+
 def test_lines_are_not_written_where_the_run_works(kizami: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     for place in ("out", "out.partial", "out.source"):
         (tmp_path / place).mkdir()

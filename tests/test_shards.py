@@ -402,6 +402,26 @@ main(sys.argv[1:])
 """
 
 
+def test_the_half_of_a_shard_that_a_killed_plain_run_left_does_not_stop_the_finish(
+    source: Path, clean: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    convert_part(source, out, 1, 1)
+    for name in (".model-00002-of-00003.safetensors.tmp", ".kizami/.rows-00002.jsonl.tmp"):
+        (tmp_path / "out.partial" / name).write_bytes(b"half")
+    convert_part(source, out, 2, 3)
+    convert(source, out)
+    assert files_of(out) == clean
+
+
+def test_a_pipe_in_the_place_of_a_lock_holds_nobody(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial" / ".kizami").mkdir(parents=True)
+    os.mkfifo(tmp_path / "out.partial" / ".kizami" / "part-00001-00002.lock")
+    with pytest.raises(KizamiError) as caught:
+        convert_part(source, tmp_path / "out", 1, 1)
+    assert caught.value.code in ("strange_file", "out_exists")
+
+
 def test_an_interrupted_part_says_how_to_go_on(tiny_checkpoint: Path, tmp_path: Path, kizami: Run) -> None:
     words = ["convert", str(tiny_checkpoint), str(tmp_path / "out"), "--max-shard-size", "200KB", "--workers", "1"]
     of = len(build_plan(Checkpoint.open(tiny_checkpoint), Policy(max_shard_bytes=200_000), Method()).shards)
