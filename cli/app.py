@@ -19,7 +19,7 @@ DONE, NOT_MET, REFUSED, BUG, INTERRUPTED, TERMINATED = 0, 1, 2, 101, 130, 143
 
 
 def main(arguments: "Sequence[str] | None" = None) -> "NoReturn":
-    """Runs a command line and exits: 0, 1, 2, 101, 130 or 143 as the README's table has them."""
+    """Runs a command line and exits: 0, 1, 2, 101, 130 or 143 as docs/command-line.md has them."""
     STOP.listen()
     code, failure, guards = DONE, None, None
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -16,11 +16,12 @@ from kizami.cli.group import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
 
 
 def shown_lines() -> Iterator[str]:
@@ -76,6 +77,16 @@ def test_readme_has_exactly_two_set_up_commands() -> None:
     assert installing == [command for _, command in marked]
 
 
+def test_readme_is_short() -> None:
+    """What, two commands, the main job, results; the rest has pages of its own."""
+    assert len(README.splitlines()) <= 230
+
+
+def test_every_page_of_docs_is_linked_from_readme() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages == set(re.findall(r"\]\(docs/([\w-]+\.md)", README))
+
+
 def test_readme_says_where_set_up_leaves_the_program() -> None:
     assert re.search(r"`\.venv/bin/kizami`.*`\. \.venv/bin/activate`", README, re.S)
 
@@ -106,18 +117,18 @@ def test_the_python_example_runs_where_the_demo_ran(tmp_path: Path, monkeypatch:
     demo = blocks("sh")[0].split("&&")[-1].strip().removeprefix(".venv/bin/kizami ")
     assert CliRunner().invoke(app, shlex.split(demo)).exit_code == 0
     before = set((tmp_path / "kizami-demo").iterdir())
-    (code,) = blocks("python")
+    (code,) = blocks("python", COMMAND_LINE)
     scope: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), scope)
+    exec(compile(code, "command-line.md", "exec"), scope)
     (new,) = set((tmp_path / "kizami-demo").iterdir()) - before
     assert (new / "kizami.json").is_file()
     assert scope["manifest"]["output"]["bytes"] == scope["plan"].output.bytes
 
 
-def test_exit_codes_in_readme_are_those_of_the_program() -> None:
+def test_exit_codes_in_the_docs_are_those_of_the_program() -> None:
     from kizami.cli import app as program
 
-    rows = re.findall(r"^\| ([\d, ]+) \|", README.split("## Exit codes")[1].split("\n## ")[0], re.M)
+    rows = re.findall(r"^\| ([\d, ]+) \|", COMMAND_LINE.split("## Exit codes")[1].split("\n## ")[0], re.M)
     codes = {int(code) for row in rows for code in row.split(",")}
     assert codes == {
         program.DONE,

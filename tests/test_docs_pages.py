@@ -14,7 +14,7 @@ import typer
 from kizami.cli.group import app
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("how-to", "troubleshooting", "how-it-works", "comparison")
+NAMES = ("how-to", "troubleshooting", "how-it-works", "comparison", "command-line", "forms", "security")
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # Options of engines and of other programs.
