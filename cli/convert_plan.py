@@ -46,6 +46,7 @@ class Prepared:
     job: e.EngineJob | None = None
 
 
+@collector_paused()
 def prepare(
     context: typer.Context,
     ui: Ui,
@@ -61,23 +62,6 @@ def prepare(
 ) -> Prepared:
     """kv: FILE of --kv-scales, and --force-kv-scales. on_disk: SRC must be there. KizamiError for what is wrong with
     SRC, or with options that do not go together; as `build_plan`."""
-    with collector_paused():
-        return _prepare(context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart, on_disk=on_disk)
-
-
-def _prepare(
-    context: typer.Context,
-    ui: Ui,
-    src: str,
-    out: Path,
-    policy: "Policy",
-    codes: Codes,
-    kv: tuple[Path | None, bool],
-    *,
-    dry_run: bool,
-    restart: bool,
-    on_disk: bool,
-) -> Prepared:
     from kizami.quantize.planner import build_plan
 
     how = codes.method, codes.scale_sign, codes.clip_allowance, codes.stats
