@@ -24,6 +24,8 @@ ELSEWHERE = {
     "GLM-4.7-FP8": "K and V by head: test_kv_scales_convert.py, test_cli_kv_accuracy.py",
     "--evaluation": "figures of an evaluation: test_card_evaluation.py",
     "http://": "two servers: test_small_server.py",
+    "--executor ray": "a cluster: test_ray.py",
+    "--shards": "a plan of 91 shards: test_shards.py, test_pipelines.py",
     "smollm2": "a package with weights: test_smollm2_moe.py",
     "docs/kv-cache": "its checkpoint comes with the reference: test_kv_certificate.py",
 }
