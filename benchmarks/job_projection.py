@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 from job_simulator import Cluster, Costs, Load, Outcome, simulate, stops_at
 from synthetic_checkpoint import write_checkpoint
+from zlib_ng import zlib_ng
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.reader import TensorReader
@@ -101,7 +101,7 @@ def _costs(plan: Plan, checkpoint: Checkpoint, out: Path) -> Costs:
                 produced = clock.add(kind, lambda p=piece: produce(p, reader, plan.policy, plan.method, buffers))
                 for _, data in produced.chunks:
                     view = data.reshape(-1).view(np.uint8).data
-                    clock.add("hash", lambda view=view: (digest.update(view), zlib.crc32(view)))
+                    clock.add("hash", lambda view=view: (digest.update(view), zlib_ng.crc32(view)))
                     clock.add("copy_out", lambda view=view: file.write(view))
                     buffers.give(data)
         clock.add("shard", lambda: os.fsync(file.fileno()))

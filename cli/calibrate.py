@@ -52,7 +52,7 @@ def calibrate(
     """
     from kizami.cli.calibrate_summary import calibrate_body, show_calibrate
     from kizami.cli.source import open_source
-    from kizami.quantize.executor import available_cores
+    from kizami.quantize.threads import available_cores
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     memory = o.parse_size(max_memory, o.spelled(context, "max_memory"))

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from kizami.cli.events import Events
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
-    from kizami.quantize.job import Executor, Remote
-    from kizami.quantize.parts import Part
     from kizami.quantize.plan import Plan, Shard
-    from kizami.quantize.run_events import RunEvent
+    from kizami.quantize.run.events import RunEvent
+    from kizami.quantize.run.job import Executor, Remote
+    from kizami.quantize.run.parts import Part
 
 AGAIN = "run the same command again to resume"
 FINISHED = ("out", "pushed", "output", "rel_error", "seconds")  # of the object, in the line of --events

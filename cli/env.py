@@ -34,7 +34,7 @@ def env(quiet: o.Quiet = False, verbose: o.Verbose = False, json: o.Json = False
 
 
 def env_body() -> dict[str, Any]:
-    from kizami.quantize.executor import available_cores
+    from kizami.quantize.threads import available_cores
 
     return {
         "packages": {name: _version(name) for name in (*BASE, *OPTIONAL)},

@@ -138,7 +138,7 @@ def _compared(
     ui: Ui, models: list["Candidate"], sets: list[tuple[str, "TokenSet"]], machine: Machine, caches: Caches
 ) -> dict[str, Any]:
     from kizami.cli.evaluate_text import Watch, text_body
-    from kizami.quantize.executor import available_cores
+    from kizami.quantize.threads import available_cores
 
     with STOP.held():
         from kizami.calibration.evaluation.streamed import Options, evaluate_streamed, join_texts

@@ -19,9 +19,9 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.files import io_error
 
 if TYPE_CHECKING:
-    from kizami.quantize.parts import Part
     from kizami.quantize.plan import Plan
-    from kizami.quantize.run_events import RunEvent
+    from kizami.quantize.run.events import RunEvent
+    from kizami.quantize.run.parts import Part
 
 SCHEMA = "kizami.event/1"
 EVERY = 5.0  # seconds between two lines of progress
@@ -80,7 +80,7 @@ class Events:
         self.write("planned", source=source, plan_hash=plan.hash, shards=len(shards), total_bytes=self._total)
 
     def __call__(self, event: "RunEvent") -> None:
-        from kizami.quantize.run_events import Progress, Pushed, ShardDone, ShardLost, Started
+        from kizami.quantize.run.events import Progress, Pushed, ShardDone, ShardLost, Started
 
         match event:
             case Started():

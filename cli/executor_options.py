@@ -10,8 +10,8 @@ from kizami.cli import options as o
 from kizami.formats.errors import KizamiError, printable
 
 if TYPE_CHECKING:
-    from kizami.quantize.job import Executor
-    from kizami.quantize.parts import Part
+    from kizami.quantize.run.job import Executor
+    from kizami.quantize.run.parts import Part
 
 ExecutorName = Literal["local", "ray"]
 
@@ -72,16 +72,16 @@ class Where:
 
     def made(self) -> "Executor":
         if self.executor == "ray":
-            from kizami.quantize.on_ray import RayCluster
+            from kizami.quantize.run.on_ray import RayCluster
 
             return RayCluster(self.ray_address or "auto", self.workers)
-        from kizami.quantize.local_pool import LocalPool
+        from kizami.quantize.run.local_pool import LocalPool
 
         return LocalPool(self.workers)
 
     def part(self, context: typer.Context) -> "Part | None":
         """Of --shards. KizamiError "bad_option"."""
-        from kizami.quantize.parts import Part
+        from kizami.quantize.run.parts import Part
 
         if self.shards is None:
             return None

@@ -143,8 +143,8 @@ def is_going(folder: Path) -> bool:
     """Whether it is a folder of ours: what a run leaves whose shards are on the Hub, or the last of it. An unfinished
     run that somebody has moved there is none, and nor is an output."""
     from kizami.formats.run_log import FOLDER, JOURNAL
-    from kizami.quantize.job_folder import is_journal
     from kizami.quantize.manifest import MANIFEST
+    from kizami.quantize.run.job_folder import is_journal
 
     if folder.is_symlink() or not folder.is_dir() or (folder / FOLDER).is_symlink() or not (folder / FOLDER).is_dir():
         return False

@@ -16,10 +16,10 @@ from kizami.formats.errors import KizamiError
 if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.hub.mirror import Mirror
-    from kizami.quantize.delivery import Delivery
-    from kizami.quantize.job import Remote
     from kizami.quantize.plan import Plan
     from kizami.quantize.report import Row
+    from kizami.quantize.run.delivery import Delivery
+    from kizami.quantize.run.job import Remote
 
 OVER_SHOWN = 5
 
@@ -54,8 +54,8 @@ def remote_of(
 ) -> "Remote | None":
     """None where neither end is on the Hub. KizamiError "scratch_limit", "push_target", and as
     `as_refusal`: before anything is converted."""
-    from kizami.quantize.job import Remote
-    from kizami.quantize.supply import check_limit
+    from kizami.quantize.run.job import Remote
+    from kizami.quantize.run.supply import check_limit
 
     if mirror is None and asked.push_to is None:
         return None
@@ -82,9 +82,9 @@ def _delivery(
     """To a repository that is seen to take all files. Where it holds all of them already, the program ends here."""
     from kizami.formats.places import partial_of
     from kizami.formats.side_files import find_side_files
-    from kizami.quantize.delivery import Delivery, missing_files
     from kizami.quantize.manifest import CARD
     from kizami.quantize.place import written_files
+    from kizami.quantize.run.delivery import Delivery, missing_files
 
     assert asked.push_to is not None
     repo, delete, place = asked.push_to, asked.delete_pushed, partial_of(out)

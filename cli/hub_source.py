@@ -132,7 +132,7 @@ def open_target(
     """Makes the repository, and sees that it can take files of these names; the manifest, if a run of this plan has
     finished it. KizamiError as `as_refusal`, "push_target"."""
     from kizami.formats.hub.target import Target
-    from kizami.quantize.delivery import refuse_other_model, stake_of
+    from kizami.quantize.run.delivery import refuse_other_model, stake_of
 
     target = Target(repo, private, patience(ui))
     head = target.begin()

@@ -61,7 +61,7 @@ def kv_accuracy(
     from kizami.formats.families import find_family
     from kizami.formats.fingerprint import config_sha256
     from kizami.formats.serving.model import read_model
-    from kizami.quantize.executor import available_cores
+    from kizami.quantize.threads import available_cores
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     memory = o.parse_size(max_memory, o.spelled(context, "max_memory"))

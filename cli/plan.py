@@ -67,9 +67,9 @@ def plan(
     from kizami.cli.hub_source import open_headers
     from kizami.quantize.capacity import split_groups
     from kizami.quantize.card import hub_origin
-    from kizami.quantize.executor import available_cores
     from kizami.quantize.loading import too_many_ranks
     from kizami.quantize.planner import build_plan
+    from kizami.quantize.threads import available_cores
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     told = o.PolicyOptions(
@@ -178,8 +178,8 @@ def plan_body(
 ) -> dict[str, Any]:
     """The summary under --json: bytes as integers, every figure of the text."""
     from kizami.quantize.capacity import plan_weights, tensor_parallel_sizes
-    from kizami.quantize.executor import available_cores
     from kizami.quantize.loading import find_loading
+    from kizami.quantize.threads import available_cores
 
     kv = None if plan.kv_scales is None else kv_body({"kv_scales": asdict(plan.kv_scales)})
     weights = plan_weights(plan)

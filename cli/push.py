@@ -38,8 +38,8 @@ def push(
     from kizami.cli.source import finished_output
     from kizami.cli.verify import run_verify, show_verify
     from kizami.formats.hub.target import refuse_too_large
-    from kizami.quantize.delivery import LAST_MESSAGE, in_commits, stake_of, without_their_card
     from kizami.quantize.manifest import CARD, read_manifest
+    from kizami.quantize.run.delivery import LAST_MESSAGE, in_commits, stake_of, without_their_card
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     refuse_nameless_target(repo)
@@ -83,8 +83,8 @@ def push(
 def _check_target(target: "Target", there: dict[str, Any] | None, manifest: dict[str, Any]) -> None:
     """Before anything is sent. there: the manifest of what a run of this plan has finished. KizamiError "push_target",
     and as `as_write_refusal` where something is to be sent."""
-    from kizami.quantize.delivery import missing_files, stated_files
     from kizami.quantize.manifest import MANIFEST, output_identity
+    from kizami.quantize.run.delivery import missing_files, stated_files
 
     ours = {*(shard["file"] for shard in manifest["shards"]), *manifest["files"], MANIFEST}
     missing = ours - target.head.files.keys()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from kizami.quantize.plan import Shard
-    from kizami.quantize.run_events import RunEvent, ShardDone, Started
+    from kizami.quantize.run.events import RunEvent, ShardDone, Started
 
 
 class Watch:
@@ -50,7 +50,7 @@ class Watch:
             self._bar.stop()
 
     def __call__(self, event: "RunEvent") -> None:
-        from kizami.quantize.run_events import Progress, Pushed, ShardDone, ShardLost, Started
+        from kizami.quantize.run.events import Progress, Pushed, ShardDone, ShardLost, Started
 
         match event:
             case Started():

@@ -21,13 +21,13 @@ from kizami.formats.side_files import copy_side_file, find_side_files
 from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import fsync_folder, write_file_durably
 from kizami.quantize.card import card_facts, hub_origin
-from kizami.quantize.delivery import Delivery
-from kizami.quantize.job_folder import JOURNAL_FILE, is_regular, read_journal, remove_attempts
-from kizami.quantize.journal import Journal, identity_of, source_mtimes
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, read_manifest
 from kizami.quantize.place import check_no_strangers, written_files
 from kizami.quantize.plan import Plan
 from kizami.quantize.report import Row
+from kizami.quantize.run.delivery import Delivery
+from kizami.quantize.run.job_folder import JOURNAL_FILE, is_regular, read_journal, remove_attempts
+from kizami.quantize.run.journal import Journal, identity_of, source_mtimes
 
 MAX_README_BYTES = 1 << 20  # cards have a few dozen kB; a larger one is not read
 

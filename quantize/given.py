@@ -24,9 +24,9 @@ from kizami.formats.strict_json import dump_json, parse_json_object
 from kizami.formats.tensors import TensorSpec
 from kizami.formats.writer import WrittenShard, write_file_durably
 from kizami.quantize.calibrated.statistics import Chosen
-from kizami.quantize.job_folder import is_regular
-from kizami.quantize.journal import Journal
 from kizami.quantize.plan import Plan, Step
+from kizami.quantize.run.job_folder import is_regular
+from kizami.quantize.run.journal import Journal
 from kizami.quantize.settings import GIVEN, Method
 
 CODES, RECORD = "given.safetensors", "given.json"

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,6 +11,7 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from kizami.formats.dialects import ScaledWeight
 from kizami.quantize import linear
@@ -133,6 +133,6 @@ class _Memory:
     def write(self, array: Array) -> None:
         view = array.reshape(-1).view(np.uint8).data
         hashlib.sha256(view)
-        zlib.crc32(view)
+        zlib_ng.crc32(view)
         if self._fd >= 0:
             os.pwrite(self._fd, view, self._at)

@@ -15,19 +15,19 @@ from kizami.formats.statistics import Statistics
 from kizami.formats.writer import make_folders_durably
 from kizami.quantize.calibrated.solver import check_device, libraries
 from kizami.quantize.calibrated.statistics import check_source, check_statistics
-from kizami.quantize.delivery import Delivery
-from kizami.quantize.executor import in_thread
 from kizami.quantize.finish import complete_published, finish
 from kizami.quantize.given import Make, kept_bytes, prepare
-from kizami.quantize.job import Executor, Job, Record, Remote, source_bytes
-from kizami.quantize.job_folder import ShardRecord
-from kizami.quantize.journal import Journal, identity_of, source_mtimes
-from kizami.quantize.local_pool import LocalPool
-from kizami.quantize.parts import Part, open_part
 from kizami.quantize.place import check_no_strangers, check_place, check_still_absent, needed_bytes, written_files
 from kizami.quantize.plan import Plan, Shard
-from kizami.quantize.run_events import Progress, Pushed, RunEvent, ShardDone, ShardLost, Started
+from kizami.quantize.run.delivery import Delivery
+from kizami.quantize.run.events import Progress, Pushed, RunEvent, ShardDone, ShardLost, Started
+from kizami.quantize.run.job import Executor, Job, Record, Remote, source_bytes
+from kizami.quantize.run.job_folder import ShardRecord
+from kizami.quantize.run.journal import Journal, identity_of, source_mtimes
+from kizami.quantize.run.local_pool import LocalPool
+from kizami.quantize.run.parts import Part, open_part
 from kizami.quantize.settings import GIVEN
+from kizami.quantize.threads import in_thread
 
 __all__ = ["Progress", "Pushed", "Remote", "RunEvent", "ShardDone", "ShardLost", "Started", "run", "run_part"]
 

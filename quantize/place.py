@@ -13,9 +13,9 @@ from kizami.formats.index import INDEX_NAME
 from kizami.formats.places import check_new_folder
 from kizami.formats.run_log import FOLDER, JOURNAL
 from kizami.quantize.given import given_bytes
-from kizami.quantize.job_folder import JOURNAL_FILE, KEPT, attempted, is_journal, is_lock, part_range
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT
 from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.run.job_folder import JOURNAL_FILE, KEPT, attempted, is_journal, is_lock, part_range
 
 ROW_BYTES = 1000  # a report line, generously
 STRANGERS_SHOWN = 3

@@ -14,12 +14,12 @@ from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.statistics import Calibration, Chosen
-from kizami.quantize.executor import Stopped
 from kizami.quantize.given import Given
-from kizami.quantize.job_folder import attempt_name
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Plan, Shard, Step
+from kizami.quantize.run.job_folder import attempt_name
 from kizami.quantize.tensor import Piece, Produced, pieces, produce
+from kizami.quantize.threads import Stopped
 
 T = TypeVar("T")
 R = TypeVar("R")

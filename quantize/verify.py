@@ -15,9 +15,9 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.index import INDEX_NAME
 from kizami.formats.kv_scales.neutral import KvScales
 from kizami.formats.statistics import Statistics
-from kizami.quantize.executor import available_cores
 from kizami.quantize.manifest import CONFIG, MANIFEST, REPORT, policy_of, read_manifest
 from kizami.quantize.report import Row, over_threshold, read_report, worst_tensors
+from kizami.quantize.threads import available_cores
 from kizami.quantize.verification.calibrated import require_statistics_of
 from kizami.quantize.verification.config import check_config
 from kizami.quantize.verification.damage import locate_damage

@@ -103,7 +103,7 @@ main(sys.argv[2:])
 
 KILL_AFTER = """
 import os, signal, sys
-from kizami.quantize.journal import Journal
+from kizami.quantize.run.journal import Journal
 append = Journal.append
 def append_and_die(self, record):
     append(self, record)

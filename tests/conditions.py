@@ -13,7 +13,8 @@ import pytest
 
 from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
-from kizami.quantize import buffers, local_pool, shard, tensor
+from kizami.quantize import buffers, shard, tensor
+from kizami.quantize.run import local_pool
 
 
 def one_driver(patch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ from hostile_json import (
 )
 from make_cases import BLOCK, Checkpoint, bf, f8, f32, tiny_config
 
-from kizami.quantize.journal import Journal
+from kizami.quantize.run.journal import Journal
 
 INDEX, CONFIG, MANIFEST = "model.safetensors.index.json", "config.json", "kizami.json"
 Files = dict[str, bytes]

@@ -418,7 +418,7 @@ def test_a_name_that_the_terminal_cannot_encode_is_escaped() -> None:
 
 SLOW = """
 import sys, time
-import kizami.quantize.local_pool as local_pool
+import kizami.quantize.run.local_pool as local_pool
 from kizami.cli.app import main
 real = local_pool.convert_shard
 def slow(*args, **kwargs):

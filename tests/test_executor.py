@@ -14,10 +14,11 @@ import pytest
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.quantize import local_pool, pipeline, shard
-from kizami.quantize.executor import from_thread, in_thread, thread_map
+from kizami.quantize import pipeline, shard
 from kizami.quantize.planner import build_plan
+from kizami.quantize.run import local_pool
 from kizami.quantize.settings import Method, Policy
+from kizami.quantize.threads import from_thread, in_thread, thread_map
 
 SLOTS = 3
 

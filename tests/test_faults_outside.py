@@ -32,7 +32,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HELD = """
 import sys, time
-from kizami.quantize.journal import Journal
+from kizami.quantize.run.journal import Journal
 append = Journal.append
 def slow(self, record):
     append(self, record)

@@ -30,12 +30,12 @@ from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT, Outcome, Solver, 
 from kizami.quantize.calibrated.solver_cost import solve_operations
 from kizami.quantize.calibrated.statistics import facts_of
 from kizami.quantize.estimate import estimate
-from kizami.quantize.executor import Stopped
 from kizami.quantize.linear import PackedLinear, quantize_linear
 from kizami.quantize.pipeline import run
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Method, MethodName, Policy
+from kizami.quantize.threads import Stopped
 from kizami.quantize.verify import verify
 
 # Three experts of a layer and one that no token reached, what all tokens pass, a linear without kept inputs, and MTP.

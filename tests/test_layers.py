@@ -44,8 +44,8 @@ def test_imports_point_down(path: Path) -> None:
 
 ASKED_IF_THERE = {
     # `convert --executor ray`; a task runs in Ray's own processes
-    "quantize/on_ray.py": {"ray"},
-    "quantize/ray_task.py": {"ray"},
+    "quantize/run/on_ray.py": {"ray"},
+    "quantize/run/ray_task.py": {"ray"},
     # The forward pass of `kizami calibrate`; of it only settings.py is imported before that is asked for
     "calibration/forward/attention.py": {"torch", "transformers"},
     "calibration/forward/experts.py": {"torch"},

@@ -13,10 +13,10 @@ from cli_fixtures import Run, files_of
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.quantize import finish, place
-from kizami.quantize.journal import Journal
 from kizami.quantize.pipeline import Started, run
 from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan
+from kizami.quantize.run.journal import Journal
 from kizami.quantize.settings import Method, Policy
 
 POLICY = Policy(max_shard_bytes=132_000)  # three shards of faults.small()

@@ -15,11 +15,11 @@ import pytest
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.quantize.job_folder import ShardRecord
-from kizami.quantize.journal import Journal
 from kizami.quantize.pipeline import ShardDone, Started, run
 from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan
+from kizami.quantize.run.job_folder import ShardRecord
+from kizami.quantize.run.journal import Journal
 from kizami.quantize.settings import Method, Policy
 
 SEARCH = Method()

@@ -22,12 +22,12 @@ from kizami.formats.header import encode_header
 from kizami.formats.index import encode_index
 from kizami.formats.tensors import DTYPE_BITS, TensorSpec
 from kizami.quantize import reference as ref
-from kizami.quantize.job_folder import ShardRecord
-from kizami.quantize.journal import Journal
 from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
 from kizami.quantize.pipeline import run
 from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan
+from kizami.quantize.run.job_folder import ShardRecord
+from kizami.quantize.run.journal import Journal
 from kizami.quantize.settings import Method, Policy
 
 examples = settings(derandomize=True, deadline=None, max_examples=100)

@@ -21,10 +21,10 @@ from local_hub import LocalHub
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.quantize.on_ray import RayCluster
 from kizami.quantize.pipeline import run
 from kizami.quantize.planner import build_plan
-from kizami.quantize.run_events import RunEvent, ShardDone, ShardLost, Started
+from kizami.quantize.run.events import RunEvent, ShardDone, ShardLost, Started
+from kizami.quantize.run.on_ray import RayCluster
 from kizami.quantize.settings import Method, Policy
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'kizami[ray]'")

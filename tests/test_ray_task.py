@@ -16,19 +16,19 @@ from cli_fixtures import Run, files_of
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.fingerprint import Contents
-from kizami.quantize import ray_task
-from kizami.quantize.job_folder import attempted
-from kizami.quantize.journal import Journal, identity_of
 from kizami.quantize.plan import PLAN_FORMAT, Plan
 from kizami.quantize.planner import build_plan
-from kizami.quantize.ray_task import Answer, Parcel, convert_one, journal_begin
+from kizami.quantize.run import ray_task
+from kizami.quantize.run.job_folder import attempted
+from kizami.quantize.run.journal import Journal, identity_of
+from kizami.quantize.run.ray_task import Answer, Parcel, convert_one, journal_begin
 from kizami.quantize.settings import Method, Policy
 
 OPTIONS = ("--max-shard-size", "132KB", "--method", "minmax")
 
 
 class Driver:
-    """What the driver sends, as `quantize/on_ray.py` does."""
+    """What the driver sends, as `quantize/run/on_ray.py` does."""
 
     def __init__(self, source: Path, partial: Path) -> None:
         self.checkpoint = Checkpoint.open(source)
@@ -178,6 +178,6 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, kizami: Run, words
 
 def test_no_option_but_executor_ray_imports_ray() -> None:
     code = "import kizami.cli.convert, kizami.cli.executor_options as x, sys\nx.Where(None, 'local', None, 1).made()\n"
-    code += "import kizami.quantize.pipeline, kizami.quantize.on_ray\nprint('ray' in sys.modules)"
+    code += "import kizami.quantize.pipeline, kizami.quantize.run.on_ray\nprint('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -16,10 +16,10 @@ from cli_fixtures import Run, files_of
 
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
-from kizami.quantize.parts import Part
 from kizami.quantize.pipeline import RunEvent, ShardDone, Started, run, run_part
 from kizami.quantize.plan import Plan
 from kizami.quantize.planner import build_plan
+from kizami.quantize.run.parts import Part
 from kizami.quantize.settings import Method, Policy
 
 POLICY = Policy(max_shard_bytes=132_000)  # three shards of faults.small()
@@ -394,7 +394,7 @@ def test_what_lost_processes_left_does_not_reach_the_output(
 
 SLOW = """
 import sys, time
-import kizami.quantize.local_pool as local_pool
+import kizami.quantize.run.local_pool as local_pool
 from kizami.cli.app import main
 real = local_pool.convert_shard
 local_pool.convert_shard = lambda *a: (time.sleep(0.3), real(*a))[1]

@@ -17,11 +17,11 @@ from kizami.formats.reader import TensorReader
 from kizami.formats.statistics import LayerInputs, Statistics
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.decode import bands, float32_weight, int4_weight
-from kizami.quantize.executor import Stopped, available_cores
 from kizami.quantize.linear import PackedLinear
 from kizami.quantize.measure import measure_values
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.source_rows import opened
+from kizami.quantize.threads import Stopped, available_cores
 
 if TYPE_CHECKING:
     import torch

@@ -5,10 +5,11 @@ The SHA-256 of the whole file finds damage; what is here only says where it is. 
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+
+from zlib_ng import zlib_ng
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.files import open_regular, read_exactly, resolve_inside
@@ -77,7 +78,7 @@ def tensor_crc32s(path: Path, tensors: Iterable[TensorInfo]) -> Iterator[tuple[s
         for info in tensors:
             value = 0
             for begin in range(info.begin, info.end, CHUNK_BYTES):
-                value = zlib.crc32(read_exactly(fd, begin, min(CHUNK_BYTES, info.end - begin), info.file), value)
+                value = zlib_ng.crc32(read_exactly(fd, begin, min(CHUNK_BYTES, info.end - begin), info.file), value)
             yield info.name, value
     finally:
         os.close(fd)

@@ -9,8 +9,8 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.files import all_files, file_sha256, resolve_inside
 from kizami.formats.run_log import FOLDER
 from kizami.formats.side_files import MAX_SIDE_FILE_BYTES
-from kizami.quantize.executor import thread_map
 from kizami.quantize.manifest import CARD, MANIFEST
+from kizami.quantize.threads import thread_map
 
 # What git and `hf download` keep beside a checkpoint; no reader of one looks there.
 HUB_FILES, HUB_FOLDERS = (".gitattributes", ".gitignore", ".git"), (".git/", ".cache/")

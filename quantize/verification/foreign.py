@@ -13,8 +13,8 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.families import Role, find_family
 from kizami.formats.packed_source import check_weight_shape
 from kizami.formats.reader import TensorReader
-from kizami.quantize.executor import thread_map
 from kizami.quantize.manifest import MANIFEST
+from kizami.quantize.threads import thread_map
 from kizami.quantize.verification.files import Problem
 from kizami.quantize.verification.structure import rules_of
 from kizami.quantize.verification.tensors import scale_faults

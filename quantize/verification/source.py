@@ -26,7 +26,6 @@ from kizami.formats.strict_json import dump_json
 from kizami.formats.writer import PT_METADATA
 from kizami.quantize.calibrated.statistics import find_fallbacks
 from kizami.quantize.card import hub_origin
-from kizami.quantize.executor import thread_map
 from kizami.quantize.given import chosen_instead
 from kizami.quantize.kv_scales.merge import asked_of
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, method_of, policy_of
@@ -35,6 +34,7 @@ from kizami.quantize.planner import build_plan
 from kizami.quantize.report import ROW_CRC32, Row
 from kizami.quantize.settings import CALIBRATED
 from kizami.quantize.shard import report_row
+from kizami.quantize.threads import thread_map
 from kizami.quantize.verification.calibrated import UNKNOWN, Witness, check_statistics_are_those
 from kizami.quantize.verification.damage import tensor_crc32s
 from kizami.quantize.verification.files import Problem

@@ -14,10 +14,10 @@ from kizami.formats.quant_config import Form
 from kizami.formats.reader import TensorReader
 from kizami.formats.tensors import TensorInfo
 from kizami.quantize import reference_layouts
-from kizami.quantize.executor import thread_map
 from kizami.quantize.manifest import MANIFEST, REPORT
 from kizami.quantize.report import Row
 from kizami.quantize.settings import GIVEN, SEARCHED, Policy
+from kizami.quantize.threads import thread_map
 from kizami.quantize.verification.files import Problem
 from kizami.quantize.verification.tensors import scale_faults
 

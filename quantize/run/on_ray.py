@@ -18,11 +18,11 @@ from threading import Event
 from typing import Any
 
 from kizami.formats.errors import KizamiError
-from kizami.quantize.executor import Stopped
-from kizami.quantize.job import Job, Record
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
-from kizami.quantize.ray_task import Answer, Parcel, convert_one, journal_begin
+from kizami.quantize.run.job import Job, Record
+from kizami.quantize.run.ray_task import Answer, Parcel, convert_one, journal_begin
 from kizami.quantize.settings import GIVEN
+from kizami.quantize.threads import Stopped
 
 INSTALL = "pip install 'kizami[ray]'"
 TRIES = 4  # of a shard whose worker or node is lost

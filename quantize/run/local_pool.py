@@ -12,14 +12,14 @@ from kizami.formats.run_log import FOLDER
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver
 from kizami.quantize.calibrated.statistics import Calibration
-from kizami.quantize.executor import available_cores
 from kizami.quantize.given import Given
-from kizami.quantize.job import Job, Record
-from kizami.quantize.journal import Journal
 from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.run.job import Job, Record
+from kizami.quantize.run.journal import Journal
+from kizami.quantize.run.supply import Supply
 from kizami.quantize.settings import GIVEN
 from kizami.quantize.shard import Shop, convert_shard
-from kizami.quantize.supply import Supply
+from kizami.quantize.threads import available_cores
 from kizami.quantize.warm_up import warm_up
 
 

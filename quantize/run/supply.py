@@ -17,9 +17,9 @@ from kizami.formats.hub.mirror import Mirror
 from kizami.formats.index import INDEX_NAME
 from kizami.formats.reader import TensorReader
 from kizami.formats.side_files import find_side_files
-from kizami.quantize.executor import Stopped
 from kizami.quantize.manifest import CARD, CONFIG
 from kizami.quantize.plan import Shard
+from kizami.quantize.threads import Stopped
 
 FETCHERS = 4  # downloads at once; each of them is of one file
 BLOCK = 4096  # of a file system: what a file takes is rounded up

@@ -26,8 +26,8 @@ from kizami.formats.run_log import FOLDER, JOURNAL, read_own
 from kizami.formats.statistics import Statistics
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.statistics import Calibration
-from kizami.quantize.job_folder import new_attempt
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
+from kizami.quantize.run.job_folder import new_attempt
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.warm_up import warm_up
 

@@ -15,7 +15,9 @@ from typing import Any
 from kizami.formats.errors import KizamiError
 from kizami.formats.run_log import JOURNAL, check_identity, lock_file, lock_folder
 from kizami.formats.writer import fsync_folder, write_file_durably
-from kizami.quantize.job_folder import (
+from kizami.quantize.layout import shard_name
+from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.run.job_folder import (
     PARTS_LOCK,
     all_records,
     encode_records,
@@ -28,9 +30,7 @@ from kizami.quantize.job_folder import (
     remove_attempts,
     rows_name,
 )
-from kizami.quantize.journal import Journal, job_folder
-from kizami.quantize.layout import shard_name
-from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.run.journal import Journal, job_folder
 
 TRIES, PAUSE = 600, 0.1  # of a lock that others hold for moments only: a minute
 

@@ -12,11 +12,11 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.fingerprint import Contents
 from kizami.formats.hub.mirror import Mirror
 from kizami.formats.statistics import Statistics
-from kizami.quantize.delivery import Delivery
-from kizami.quantize.job_folder import ShardRecord
-from kizami.quantize.journal import Journal, source_mtimes
 from kizami.quantize.plan import Plan, Shard
-from kizami.quantize.run_events import Progress, RunEvent, ShardDone, ShardLost
+from kizami.quantize.run.delivery import Delivery
+from kizami.quantize.run.events import Progress, RunEvent, ShardDone, ShardLost
+from kizami.quantize.run.job_folder import ShardRecord
+from kizami.quantize.run.journal import Journal, source_mtimes
 from kizami.quantize.shard import FinishedShard
 from kizami.quantize.tensor import Piece
 

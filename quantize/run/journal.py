@@ -16,7 +16,9 @@ from kizami.formats.errors import KizamiError
 from kizami.formats.files import file_sha256, io_error
 from kizami.formats.run_log import FOLDER, JOURNAL, append_line, canonical, check_identity, lock_folder, read_own
 from kizami.formats.writer import fsync_folder, write_file_durably
-from kizami.quantize.job_folder import (
+from kizami.quantize.plan import Plan, Shard
+from kizami.quantize.report import Row, encode_row
+from kizami.quantize.run.job_folder import (
     JOURNAL_FILE,
     KEPT,
     ShardRecord,
@@ -32,8 +34,6 @@ from kizami.quantize.job_folder import (
     rows_name,
     shards_of,
 )
-from kizami.quantize.plan import Plan, Shard
-from kizami.quantize.report import Row, encode_row
 
 
 def identity_of(plan: Plan, source_contents: dict[str, str]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from kizami.formats.hub.repository import Repository
 from kizami.formats.hub.target import Target
 from kizami.formats.index import INDEX_NAME
 from kizami.formats.run_log import canonical
-from kizami.quantize.job_folder import ShardRecord
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, self_hash
 from kizami.quantize.report import Row
+from kizami.quantize.run.job_folder import ShardRecord
 
 BATCH = 10  # shards in a commit: 10 commits for GLM-5.2
 LAST_MESSAGE = "Index, config and card"
