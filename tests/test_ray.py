@@ -247,3 +247,18 @@ def test_no_cluster_is_said_with_how_to_start_one(demo_checkpoint: Path, tmp_pat
     assert e.value.code == "no_cluster"
     assert "ray start --head" in str(e.value)
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_line_that_how_to_shows_runs(
+    cluster: Any, demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the variable by which Ray finds a cluster that was not started in /tmp/ray on this machine."""
+    text = (Path(__file__).parent.parent / "docs" / "how-to.md").read_text()
+    (line,) = re.findall(r"^kizami (convert .*--executor ray.*)$", text, re.MULTILINE)
+    shutil.copytree(demo_checkpoint, tmp_path / "GLM-5.2-FP8")
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.chdir(tmp_path)
+    assert process("convert", "GLM-5.2-FP8/", "local/GLM-5.2-INT4/", "-q").code == 0
+    done = process(*line.split())
+    assert done.code == 0, done.err
+    assert files_of(tmp_path / "GLM-5.2-INT4") == files_of(tmp_path / "local" / "GLM-5.2-INT4")

@@ -1,6 +1,7 @@
 """What README and docs show runs: every `kizami` line of a shell block, on a tiny model under the names used there."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -9,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import make_cases
 import pytest
+from cli_fixtures import files_of
 from local_hub import LocalHub
 from test_hub_jobs import run
 
@@ -25,7 +28,7 @@ ELSEWHERE = {
     "--evaluation": "figures of an evaluation: test_card_evaluation.py",
     "http://": "two servers: test_small_server.py",
     "--executor ray": "a cluster: test_ray.py",
-    "--shards": "a plan of 91 shards: test_shards.py, test_pipelines.py",
+    "--shards": "a plan of 91 shards: below",
     "smollm2": "a package with weights: test_smollm2_moe.py",
     "docs/kv-cache": "its checkpoint comes with the reference: test_kv_certificate.py",
 }
@@ -116,3 +119,34 @@ def test_a_line_that_is_shown_runs(page: str, line: str, world: Path, tmp_path: 
         hub.add_repo(SRC_REPO, {path.name: path for path in (world / "GLM-5.2-FP8").iterdir()})
         done = run(hub.environment(tmp_path / "home"), *words, cwd=here)
     assert done.code == 0, (done.out[-500:], done.err[-1500:])
+
+
+def source_of_91_shards(folder: Path) -> Path:
+    """Of 91 tensors that are written, if each is a shard: three more experts in two layers."""
+    made = make_cases.tiny()
+    made.config["n_routed_experts"] = 7
+    for tensors in list(made.shards.values())[1:]:
+        layer = next(re.match(r"model\.layers\.\d\.", name)[0] for name in tensors)
+        for name in [name for name in tensors if ".experts.0." in name]:
+            for expert in (4, 5, 6):
+                tensors[name.replace(".experts.0.", f".experts.{expert}.")] = tensors[name]
+        tensors |= make_cases.normal(f"{layer}mlp.gate.weight", 7, 256)
+        bias = f"{layer}mlp.gate.e_score_correction_bias"
+        tensors[bias] = make_cases.f32(make_cases.rng(bias).uniform(6.8, 7.1, 7))
+    return made.save(folder)
+
+
+@pytest.mark.long
+def test_the_lines_of_an_array_of_jobs_run_one_after_the_other(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks((ROOT / "docs" / "how-to.md").read_text()) if "--shards" in block]
+    lines = block.splitlines()
+    assert [len(re.findall("--shards", line)) for line in lines] == [0, 1, 1, 0]
+    source_of_91_shards(tmp_path / "GLM-5.2-FP8")
+    env = {**os.environ, "KIZAMI_MAX_SHARD_SIZE": "1"}
+    plan, *parts, last = [run(env, *shlex.split(line)[1:], cwd=tmp_path) for line in lines]
+    assert plan.json["output"]["shards"] == 91
+    for number, done in enumerate((*parts, last)):
+        assert done.code == 0, (number, done.err[-1500:])
+    alone = run(env, "convert", "GLM-5.2-FP8/", "alone/GLM-5.2-INT4/", "-q", cwd=tmp_path)
+    assert alone.code == 0, alone.err
+    assert files_of(tmp_path / "GLM-5.2-INT4") == files_of(tmp_path / "alone" / "GLM-5.2-INT4")
