@@ -42,16 +42,20 @@ def main(arguments: "Sequence[str] | None" = None) -> "NoReturn":
         os.write(2, f"kizami: error: {type(error).__name__} while ending after {failure!r}\n".encode())
         code = BUG
     STOP.ignore()
-    if STOP.code is not None and failure is not None and _threads_are_left():
-        os._exit(code)  # the signal came between a thread's start and its bookkeeping: nobody would ever join it
+    if failure is not None and _threads_are_left(STOP.code is not None):
+        os._exit(code)
     sys.exit(code)
 
 
-def _threads_are_left() -> bool:
+def _threads_are_left(was_stopped: bool) -> bool:
+    """Whether Python would wait, at its end, for threads that may never come to theirs: after a signal for one that was
+    stopped between its start and its bookkeeping; after any failure for what a push has begun, since daemons or not,
+    the threads of an upload are joined (concurrent.futures.thread._python_exit)."""
     import threading
 
-    main_thread = threading.main_thread()
-    return any(thread is not main_thread and not thread.daemon for thread in threading.enumerate())
+    left = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    pushes = any(thread.name == "kizami-push" for thread in left)
+    return pushes or (was_stopped and any(not thread.daemon for thread in left))
 
 
 def _run(words: list[str]) -> int:

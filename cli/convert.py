@@ -13,8 +13,8 @@ from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.convert_plan import Codes, prepare
-from kizami.cli.convert_run import exceeding, fail_over_threshold, run_convert, run_shards, show_shards
-from kizami.cli.hub_run import HubAsked, clean_up, made_in, remote_of
+from kizami.cli.convert_run import fail_over_threshold, run_convert, run_shards, show_shards
+from kizami.cli.hub_run import HubAsked, clean_up, look_ahead, made_in, remote_of
 from kizami.cli.hub_source import refusals_leave_nothing, shown
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force
 from kizami.cli.method_words import method_lines, show_fallbacks, some
@@ -91,18 +91,18 @@ def convert(
     told = o.PolicyOptions(
         group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
-    policy = o.policy_from(context, told, ui)
-    check_force(context, kv_scales, force_kv_scales)
-    limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
-    hub = HubAsked(limit, push_to, private, delete_pushed)
-    hub.check(context)
     where = x.Where(shards, executor, ray_address, workers)
-    where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed)
-    part = where.part(context)
     asked = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer)
     codes, kv = Codes(asked, method, scale_sign, clip_allowance, stats), (kv_scales, force_kv_scales)
     try:
         with Events(events, ui, src, out) as follow:
+            policy = o.policy_from(context, told, ui)
+            check_force(context, kv_scales, force_kv_scales)
+            limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
+            hub = HubAsked(limit, push_to, private, delete_pushed)
+            hub.check(context)
+            where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed)
+            part = where.part(context)
             prepared = prepare(
                 context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart, on_disk=where.on_disk
             )
@@ -114,7 +114,8 @@ def convert(
                     part.shards(plan)  # refuses those of another plan
                 follow.planned(plan, shown(checkpoint), part)
                 if dry_run:
-                    _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp)
+                    ahead = look_ahead(ui, plan, checkpoint, prepared.mirror, hub)
+                    _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp, ahead)
                     follow.write("finished", dry_run=True)
                     return
                 if part is not None:
@@ -126,7 +127,7 @@ def convert(
                 remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
                 body = run_convert(
                     ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device,
-                    executor=where.made(), restart=restart, remote=remote, file=follow,
+                    executor=where.made(), restart=restart, remote=remote, file=follow, max_rel_error=max_rel_error,
                 )  # fmt: skip
     except KizamiError as refusal:
         if refusal.code != "over_threshold":  # the run is done, and its limit is missed
@@ -134,12 +135,11 @@ def convert(
         show_error(refusal, as_json=json)
         raise typer.Exit(1) from None
     made = made_in(remote, out)
-    over = exceeding(made, max_rel_error)
+    over = body["exceeding"]
     if json:
         from kizami.quantize.report import threshold_hint
 
-        hint = threshold_hint(body["method"]) if over else None
-        ui.emit("convert", body | {"max_rel_error": max_rel_error, "exceeding": over, "hint": hint})
+        ui.emit("convert", body | {"hint": threshold_hint(body["method"]) if over else None})
     else:
         show_convert(ui, body, made)
     clean_up(remote, out)
@@ -178,8 +178,15 @@ def refuse_uneven_split(plan: "Plan", tp: int) -> None:
 
 
 def _show_dry_run(
-    ui: Ui, plan: "Plan", checkpoint: "Checkpoint", statistics: "Statistics | None", out: Path, tp: int | None
+    ui: Ui,
+    plan: "Plan",
+    checkpoint: "Checkpoint",
+    statistics: "Statistics | None",
+    out: Path,
+    tp: int | None,
+    ahead: dict[str, Any],
 ) -> None:
+    """ahead: of the Hub, as `look_ahead` gives it."""
     from kizami.cli.plan import fallbacks_of, plan_body, show_plan, size_line
     from kizami.formats.side_files import find_side_files, side_file_bytes
     from kizami.quantize.finish import find_published
@@ -188,16 +195,21 @@ def _show_dry_run(
     if find_published(plan, checkpoint, out) is None:
         check_place(checkpoint, out)
     body = plan_body(plan, tp, fallbacks_of(plan, checkpoint, statistics))
-    free = free_bytes(out)
-    fits = free >= needed_bytes(plan, plan.shards, side_file_bytes(checkpoint, find_side_files(checkpoint).copied))
+    free, scratch = free_bytes(out), ahead["scratch_bytes"]
+    side = side_file_bytes(checkpoint, find_side_files(checkpoint).copied)
+    fits = free >= needed_bytes(plan, () if ahead["sheds"] else plan.shards, side) + (scratch or 0)
     if ui.json:
         ui.emit(
             "convert",
-            body | {"dry_run": True, "out": str(out), "free_bytes": free, "fits": fits},
+            body | {"dry_run": True, "out": str(out), "free_bytes": free, "fits": fits, **ahead},
         )
         return
     show_plan(ui, plan, tp, body, last=False)
-    ui.say(f"free    {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
+    ui.say(f"free      {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
+    if scratch is not None:
+        ui.say(f"scratch   {exact(scratch)} at least, for one shard and its source files; the limit is kept")
+    if ahead["push_to"] is not None:
+        ui.say(f"target    {ahead['push_to']}: {ahead['target']}")
     ui.result(f"{size_line(plan)} (dry run: nothing was written)")
     ui.warn([*plan.warnings, *([] if fits else [f"{exact(free)} are free where {out} will be: not enough"])])
 

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from kizami.quantize.run.parts import Part
 
 AGAIN = "run the same command again to resume"
-FINISHED = ("out", "pushed", "output", "rel_error", "seconds")  # of the object, in the line of --events
+FINISHED = (
+    "out",
+    "pushed",
+    "output",
+    "rel_error",
+    "max_rel_error",
+    "seconds",
+)  # of the object, in the line of --events
 
 
 class Followed:
@@ -65,7 +72,9 @@ class Followed:
 
     def finished(self, body: dict[str, Any]) -> None:
         if self.file is not None:
-            self.file.write("finished", **{key: body.get(key) for key in FINISHED})
+            over = body.get("exceeding")
+            met = None if over is None or body["max_rel_error"] is None else not over
+            self.file.write("finished", **{key: body.get(key) for key in FINISHED}, limit_met=met)
 
     @property
     def seconds(self) -> float:
@@ -86,6 +95,7 @@ def run_convert(
     restart: bool = False,
     remote: "Remote | None" = None,
     file: "Events | None" = None,
+    max_rel_error: float | None = None,
     again: str = AGAIN,
 ) -> dict[str, Any]:
     """Runs the plan with progress on stderr and gives the object of --json. `again`: how an interrupted run goes on.
@@ -118,6 +128,8 @@ def run_convert(
         body = convert_body(plan, made, follow.seconds) | {
             "out": str(out) if made is out else None,
             "pushed": pushed_body(remote),
+            "max_rel_error": max_rel_error,
+            "exceeding": exceeding(made, max_rel_error),
             "side_files": {
                 "copied": list(side_files.copied),
                 "left": [{"name": name, "reason": reason} for name, reason in side_files.left],
@@ -169,10 +181,11 @@ def run_shards(
 
 def show_shards(ui: Ui, body: dict[str, Any]) -> None:
     part, output = body["part"], body["output"]
-    shown = f"{part['first']}" if part["first"] == part["last"] else f"{part['first']} to {part['last']}"
+    shown = f"shard {part['first']}" if part["first"] == part["last"] else f"shards {part['first']} to {part['last']}"
+    done = f"of {part['of']} {'is' if part['first'] == part['last'] else 'are'} done"
     ui.warn(body["warnings"])
     ui.say(f"when all shards are done, the same command without --shards makes {body['partial']} the output")
-    ui.result(f"{gib(output['bytes'])}: shards {shown} of {part['of']} are done, {duration(body['seconds'])}")
+    ui.result(f"{gib(output['bytes'])}: {shown} {done}, {duration(body['seconds'])}")
 
 
 def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:

@@ -33,8 +33,10 @@ SAMPLES, SEQ_LEN = 128, 2048  # as kizami calibrate
 EngineName = Literal["kizami", "llmcompressor"]
 Engine = Annotated[
     EngineName,
+    # KIZAMI_ENGINE is who serves: of plan, check and serve
     o.option(
         "--engine",
+        envvar="KIZAMI_METHOD_ENGINE",
         panel=PANEL,
         help="Who chooses the codes: kizami (default), or llmcompressor with --method gptq or awq: the whole model in "
         "memory, for comparison.",

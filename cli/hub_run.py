@@ -70,6 +70,28 @@ def remote_of(
     return Remote(mirror, delivery, limit)
 
 
+def look_ahead(
+    ui: Ui, plan: "Plan", checkpoint: "Checkpoint", mirror: "Mirror | None", asked: HubAsked
+) -> dict[str, Any]:
+    """What `remote_of` would refuse, for a dry run: nothing is made on the Hub. scratch_bytes: the least that the limit
+    may be, None where there is none. KizamiError as `remote_of`."""
+    from kizami.formats.side_files import find_side_files
+    from kizami.quantize.manifest import CARD
+    from kizami.quantize.place import written_files
+    from kizami.quantize.run.supply import check_limit
+
+    scratch = None
+    if mirror is not None or asked.delete_pushed:
+        scratch = check_limit(asked.scratch_limit, plan.shards, checkpoint, mirror, outputs=asked.delete_pushed)
+    found = {"scratch_bytes": scratch, "sheds": asked.delete_pushed, "push_to": asked.push_to, "target": None}
+    if asked.push_to is None:
+        return found
+    names = written_files(plan, find_side_files(checkpoint).copied)
+    return found | {
+        "target": hub_source.look_at_target(ui, asked.push_to, plan.hash, names - {CARD}, private=asked.private)
+    }
+
+
 def _delivery(
     ui: Ui,
     plan: "Plan",

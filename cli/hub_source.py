@@ -75,7 +75,8 @@ def open_for_convert(
         folder = scratch_of(out)
         _pin(folder, repository, source, restart=restart)
         mirror = Mirror(repository, folder, patience(ui))
-    return _opened(mirror), mirror
+    with refusals_leave_nothing(mirror, out):
+        return _opened(mirror), mirror
 
 
 @contextmanager
@@ -142,6 +143,25 @@ def open_target(
     return target, finished
 
 
+def look_at_target(ui: Ui, repo: str, plan_hash: str, names: Iterable[str], *, private: bool) -> str:
+    """The same, and makes nothing: what was seen, in words."""
+    from kizami.formats.hub.target import Target
+    from kizami.quantize.run.delivery import refuse_other_model, stake_of
+
+    target = Target(repo, private, patience(ui))
+    try:
+        head = target.open()
+    except KizamiError as e:
+        if e.code != "hub_not_found":
+            raise
+        return "not there, or not shown to this token: the run makes it, and finds out then whether it may"
+    if refuse_other_model(head, plan_hash, lambda name: _read_there(head, name)) is not None:
+        return "holds this conversion already"
+    target.check_free(names, stake_of(plan_hash))
+    target.check_takes(names)
+    return "takes these files"
+
+
 def _read_there(head: "Repository", name: str) -> dict[str, Any]:
     """The JSON object in a file of the repository. KizamiError "bad_json", and as `as_refusal`."""
     from kizami.formats.hub.client import Patience, as_refusal, patiently
@@ -188,7 +208,11 @@ def _on_hub(ui: Ui, source: str, begun: Path | None = None) -> "Repository | Non
 
 
 def _is_offline() -> bool:
-    from huggingface_hub import constants
+    try:
+        from huggingface_hub import constants
+    except ValueError as e:  # it takes HF_ENDPOINT apart as it is imported
+        hint = "correct HF_ENDPOINT in the environment: https://huggingface.co, or a mirror's address"
+        raise KizamiError(f"HF_ENDPOINT is no address: {e}", code="bad_environment", hint=hint) from None
 
     return bool(constants.HF_HUB_OFFLINE)
 

@@ -24,12 +24,16 @@ DeviceName = Literal["cpu", "cuda"]
 
 
 def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
-    """A typer option with its environment variable: KIZAMI_ and the long spelling in capitals."""
+    """A typer option with its environment variable: KIZAMI_ and the long spelling in capitals, or `envvar`."""
     long = next(s for s in spellings if s.startswith("--"))
-    more = {"show_default": False, "show_envvar": False} | more  # one sentence says it for all: `kizami --help`
+    more = {
+        "show_default": False,
+        "show_envvar": False,
+        "envvar": variable(long),
+    } | more  # one sentence says it for all: `kizami --help`
     if more.pop("flag", False):
         more["metavar"] = ""  # not "<bool>"
-    return typer.Option(*spellings, help=help, rich_help_panel=panel, envvar=variable(long), **more)
+    return typer.Option(*spellings, help=help, rich_help_panel=panel, **more)
 
 
 def variable(long: str) -> str:
@@ -50,7 +54,10 @@ def from_command_line(context: typer.Context, name: str) -> bool:
 
 def spelled(context: typer.Context, name: str) -> str:
     """What the user wrote: the option, or the variable."""
-    return variable(name) if from_environment(context, name) else "--" + name.replace("_", "-")
+    if not from_environment(context, name):
+        return "--" + name.replace("_", "-")
+    (parameter,) = (one for one in context.command.params if one.name == name)
+    return str(parameter.envvar)
 
 
 def finite(value: float | None) -> float | None:

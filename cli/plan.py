@@ -211,7 +211,13 @@ def plan_body(
             "findings": [_finding(finding) for n in _sizes(tp) for finding in _findings(plan, n)],
         },
         "engines": [
-            {"engine": found.engine, "loads": found.error is None, "error": found.error, "needs": list(found.needs)}
+            {
+                "engine": found.engine,
+                "loads": found.error is None,
+                "error": found.error,
+                "advice": found.advice,
+                "needs": list(found.needs),
+            }
             for found in find_loading(plan, tp or 1)
         ],
         "estimate": estimate_body(plan, available_cores(), measured),
@@ -281,7 +287,7 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     if body["kv_scales"]:
         ui.prose(f"KV scales: {body['kv_scales']['statement']}")
     for note in guess["notes"]:
-        ui.prose(f"estimate: {note}")
+        ui.prose(note)
     ui.pairs([
         ("estimate", estimate_line(guess)),
         ("limit", limit_line(guess)),

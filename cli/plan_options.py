@@ -55,7 +55,7 @@ def check_engines(context: typer.Context, engines: list[str] | None) -> None:
 def refused_by(body: dict[str, Any], engines: list[str] | None, tp: int | None) -> list[str]:
     """What those engines say that would not load the output; body: of the plan."""
     return [
-        f"{found['engine']} does not load it at tp {tp or 1}: {found['error']}"
+        f"{found['engine']} does not load it at tp {tp or 1}: {found['error']}. Do: {found['advice']}"
         for found in body["engines"]
         if found["engine"] in (engines or ()) and found["error"]
     ]

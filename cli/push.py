@@ -57,16 +57,18 @@ def push(
     names = (shards | others).keys() - {CARD}  # a card of theirs may stay
     target, there = open_target(ui, repo, manifest["plan_hash"], names, private=private)
     _check_target(target, there, manifest)
-    others = dict(without_their_card(target.head, others, ui.progress))
+    replaced = _replaced(target, there)
+    others = others if replaced else dict(without_their_card(target.head, others, ui.progress))
     stake = stake_of(manifest["plan_hash"])
+    stated = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     before = sum(target.holds(name, path) for name, path in (shards | others).items())
     for part in in_commits(shards):
         begin, end = next(iter(part)), list(part)[-1]
-        commit = target.commit(part, begin if begin == end else f"{begin} to {end}", stake=stake)
+        commit = target.commit(part, begin if begin == end else f"{begin} to {end}", stake=stake, sha256=stated)
         if target.sent:
             ui.progress(f"pushed {counted(target.sent, 'file')} (commit {commit[:12]})")
-    stated = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
-    commit = target.commit(others, LAST_MESSAGE, stake=stake, shards=stated)
+    proven = {name: sha256 for name, sha256 in manifest["files"].items() if name != CARD}  # one may edit the card
+    commit = target.commit(others, LAST_MESSAGE, stake=stake, sha256=proven, shards=stated, replaced=replaced)
     nbytes = sum(path.stat().st_size for path in (shards | others).values())
     files = len(shards) + len(others)
     body: dict[str, Any] = {
@@ -100,6 +102,14 @@ def _check_target(target: "Target", there: dict[str, Any] | None, manifest: dict
         missing_files(target, there)
     if missing or there is None:
         target.check_takes(missing)
+
+
+def _replaced(target: "Target", there: dict[str, Any] | None) -> tuple[str, ...]:
+    """The card, if the one that is there is the one that kizami wrote, byte for byte: a later one takes its place."""
+    from kizami.quantize.manifest import CARD
+
+    wrote = None if there is None else there["files"].get(CARD)
+    return (CARD,) if wrote is not None and target.has(CARD, wrote) else ()
 
 
 def files_of(folder: Path, manifest: dict[str, Any]) -> tuple[dict[str, Path], dict[str, Path]]:

@@ -74,7 +74,7 @@ def measure(plan: "Plan", checkpoint: "Checkpoint", how: MeasureName, to: Path |
 
     place = writable_place(to, checkpoint.root)
     if checkpoint.remote:
-        return Measured(notes=("the source is on the Hub: the time to fetch it is not in it",))
+        return Measured(notes=("the time to fetch the source from the Hub is not in the estimate",))
     if how == "never":
         return Measured()
     static = static_rates(plan.method.name, workers)

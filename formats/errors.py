@@ -37,7 +37,8 @@ class KizamiError(Exception):
     def __str__(self) -> str:
         where = [part for part in (self.file, self.tensor) if part]
         line = ": ".join([*where, self.message])
-        return f"{line}. hint: {self.hint}" if self.hint else line
+        end = "" if line.endswith(("?", "!")) else "."
+        return f"{line}{end} hint: {self.hint}" if self.hint else line
 
     def __reduce__(self) -> tuple[object, ...]:  # survives a process pool
         return _rebuild, (self.message, self.code, self.file, self.tensor, self.hint)

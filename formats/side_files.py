@@ -26,11 +26,11 @@ _WEIGHTS = (
 _OLD_QUANTIZATION = {
     "quantize_config.json", "quant_config.json", "hf_quant_config.json", "recipe.yaml",
 }  # fmt: skip
-_OLD_KIZAMI = {"kizami.json", "kizami-report.jsonl"}
+_OLD_KIZAMI = {"kizami.json", "kizami-report.jsonl", "kizami-push.json"}
 # What an output has at its top. A folder of such a name would be in the way, and one in other letters would be the same
 # file wherever case does not count.
 _OURS = re.compile(
-    r"(config|kizami|model\.safetensors\.index)\.json|kizami-report\.jsonl|readme\.md|model-\d+-of-\d+\.safetensors",
+    r"(config|kizami|kizami-push|model\.safetensors\.index)\.json|kizami-report\.jsonl|readme\.md|model-\d+-of-\d+\.safetensors",
     re.IGNORECASE,
 )
 _CHUNK = 1 << 20

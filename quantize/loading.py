@@ -27,6 +27,11 @@ class Loading:
         return next((finding.message for finding in self.findings if finding.severity == "error"), None)
 
     @property
+    def advice(self) -> str | None:
+        """What to do about `error`."""
+        return next((finding.advice for finding in self.findings if finding.severity == "error"), None)
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """What its operator has to do: the advice of warnings."""
         return tuple(dict.fromkeys(finding.advice for finding in self.findings if finding.severity == "warning"))

@@ -51,7 +51,15 @@ def test_a_run_that_fails_says_so_in_its_last_line(kizami: Run, tiny_checkpoint:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [((), "missing_file"), (("--tp", "8"), "missing_file"), (("--set", "no=such"), None)]
+    ("words", "code"),
+    [
+        ((), "missing_file"),
+        (("--tp", "8"), "missing_file"),
+        (("--set", "no=such"), "bad_option"),
+        (("--group-size", "7"), None),
+        (("--delete-pushed",), "usage"),
+        (("--shards", "3"), "bad_option"),
+    ],
 )
 def test_a_refusal_before_the_run_is_a_line_too(
     kizami: Run, tmp_path: Path, words: tuple[str, ...], code: str | None
@@ -62,6 +70,20 @@ def test_a_refusal_before_the_run_is_a_line_too(
     assert kizami("convert", tmp_path / "src", tmp_path / "out", "--events", events, *words).code == 2
     told = [(line["event"], line["code"]) for line in lines_of(events)] if events.exists() else []
     assert told == ([("failed", code)] if code else [])
+
+
+@pytest.mark.parametrize(
+    ("limit", "met", "code"),
+    [(("--max-rel-error", "0.01"), False, 1), (("--max-rel-error", "0.9"), True, 0), ((), None, 0)],
+)
+def test_the_last_line_says_whether_the_limit_is_met(
+    kizami: Run, tiny_checkpoint: Path, tmp_path: Path, limit: tuple[str, ...], met: bool | None, code: int
+) -> None:
+    events = tmp_path / "events.jsonl"
+    assert kizami("convert", tiny_checkpoint, tmp_path / "out", "--events", events, "-q", *limit).code == code
+    last = lines_of(events)[-1]
+    assert (last["event"], last["limit_met"]) == ("finished", met)
+    assert last["max_rel_error"] == (float(limit[1]) if limit else None)
 
 
 def test_a_signal_is_told_in_the_words_of_the_terminal(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -3,8 +3,11 @@ nothing of anybody else's goes, and what cannot be pushed is refused before the 
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -66,6 +69,74 @@ def fine_tuned(source: Path, folder: Path) -> Path:
                 data[first : first + 64] = bytes(byte ^ 0x80 for byte in data[first : first + 64])
         path.write_bytes(data)
     return folder
+
+
+# ------------------------------------------------------------------------------------------------------ before the work
+
+
+def test_a_dry_run_is_refused_as_the_run_would_be_and_makes_nothing(
+    hub: LocalHub, out: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ("convert", tiny_checkpoint, tmp_path / "out", *SMALL, "--dry-run", "--push-to", DST)
+    small = run(hub, *words, "--delete-pushed", "--scratch-limit", "100KB")
+    assert refusal(small)["code"] == "scratch_limit"
+    done = run(hub, *words, "--delete-pushed", "--scratch-limit", "10MB")
+    assert done.code == 0, done.err
+    assert 200_000 < done.json["scratch_bytes"] < 10_000_000
+    assert "the run makes it" in done.json["target"]
+    with pytest.raises(KeyError):
+        hub.files(DST)
+    assert run(hub, "push", out, DST).code == 0
+    assert run(hub, *words).json["target"] == "holds this conversion already"
+    other = run(hub, *words, "--group-size", "64")
+    assert refusal(other)["code"] == "push_target"
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_card_that_kizami_pushed_is_replaced_and_one_that_was_edited_there_stays(
+    hub: LocalHub, out: Path, tmp_path: Path
+) -> None:
+    mine = shutil.copytree(out, tmp_path / "mine")
+    assert run(hub, "push", mine, DST).code == 0
+    (mine / "README.md").write_text((mine / "README.md").read_text() + "\nMeasured by me.\n")
+    assert run(hub, "push", mine, DST).code == 0
+    assert there(hub) == files_of(mine)
+    (mine / "README.md").write_text((mine / "README.md").read_text() + "\nMeasured again.\n")
+    again = run(hub, "push", mine, DST)
+    assert again.code == 0
+    assert f"`hf upload {DST} OUT/README.md README.md`" in again.err
+    assert there(hub)["README.md"] != files_of(mine)["README.md"]
+
+
+def test_what_changes_while_it_is_pushed_is_not_published(hub: LocalHub, out: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(out, tmp_path / "mine")
+
+    def edit() -> None:
+        """When the repository is there, OUT has been verified, and nothing has been sent."""
+        while True:
+            with suppress(KeyError):
+                hub.commits(DST)
+                break
+            time.sleep(0.005)
+        (mine / "config.json").write_text("{}")
+
+    editor = Thread(target=edit)
+    editor.start()
+    error = refusal(run(hub, "push", mine, DST))
+    editor.join()
+    assert (error["code"], error["file"]) == ("changed", "config.json")
+    assert not {INDEX, "config.json", "kizami.json"} & there(hub).keys()
+
+
+def test_a_file_of_the_source_with_the_name_of_our_stake_is_not_taken_for_it(
+    hub: LocalHub, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(tiny_checkpoint, tmp_path / "src")
+    (source / "kizami-push.json").write_text('{"mine": 1}')
+    done = run(hub, "convert", source, tmp_path / "out", "--push-to", DST)
+    assert done.code == 0, done.err
+    assert files_of(tmp_path / "out") == there(hub)
+    assert "kizami-push.json" not in there(hub)
 
 
 # ------------------------------------------------------------------------------------- what others do in the repository

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -95,6 +97,58 @@ def test_wrong_words_are_answered_with_the_usage(told: dict[str, str], tmp_path:
     done = run(FOLDER / "pipeline.sh", *words, env=told, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "pipeline.sh: usage: pipeline.sh SRC OUT [REPO]\n")
     assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize("name", ["KIZAMI_PUSH_TO", "KIZAMI_DELETE_PUSHED"])
+def test_nothing_is_pushed_before_it_is_proven(told: dict[str, str], tmp_path: Path, name: str) -> None:
+    done = run(FOLDER / "pipeline.sh", "src", "out", env=told | {name: "me/x"}, cwd=tmp_path)
+    assert done.returncode == 2
+    assert name in done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize("words", [("--help", "out"), ("src", "--help"), ("src", "out", "--help")])
+def test_a_name_like_an_option_is_none(told: dict[str, str], tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = run(FOLDER / "pipeline.sh", *words, env=told, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--help begins like an option" in done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "-1", "12%"])
+def test_a_limit_that_is_no_number_is_refused_before_the_work(told: dict[str, str], tmp_path: Path, limit: str) -> None:
+    done = run(FOLDER / "pipeline.sh", "src", "out", env=told | {"MAX_REL_ERROR": limit}, cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "calls").exists()) == (2, False)
+    assert f"MAX_REL_ERROR is {limit}" in done.stderr
+
+
+def test_a_private_repository_is_asked_for_where_it_is_made(told: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "bin" / "kizami"
+    script.write_text(script.read_text().replace('echo "$@"', 'echo "$1 ${KIZAMI_PRIVATE:-}"'))
+    done = run(FOLDER / "pipeline.sh", "src", "out", "me/x", env=told | {"KIZAMI_PRIVATE": "1"}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in calls(tmp_path) if line.endswith("1")] == ["push 1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_script_ends_the_command_at_work(
+    told: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "bin" / "kizami"
+    script.write_text(
+        f'#!/bin/sh\ntrap "echo ended >> {tmp_path}/calls; exit 143" TERM\n'
+        f'echo "$1" >> "{tmp_path}/calls"\ni=0\nwhile [ $i -lt 300 ]; do sleep 0.1; i=$((i + 1)); done\n'
+    )
+    with subprocess.Popen(
+        ["sh", FOLDER / "pipeline.sh", "src", "out"], env=told, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as child:
+        while not (tmp_path / "calls").exists():
+            time.sleep(0.01)
+        child.send_signal(number)
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == 143
+    assert calls(tmp_path) == ["plan", "ended"]
+    assert "plan: interrupted, exit code 143; the same command goes on" in err
 
 
 def test_a_variable_of_the_script_wins_over_that_of_the_option(told: dict[str, str], tmp_path: Path) -> None:

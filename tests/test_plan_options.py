@@ -26,6 +26,7 @@ def test_an_engine_that_computes_wrong_is_told_by_the_plan(kizami: Run, demo_che
     (line,) = done.err.splitlines()
     assert line.startswith("kizami: failed: sglang does not load it at tp 4: ")
     assert WRONG in line
+    assert "Do: serve with expert parallelism" in line
     checked = [one for one in done.out.splitlines() if one.startswith("sglang: no: ")]
     assert len(checked) == 1
 
@@ -153,3 +154,14 @@ def test_a_plan_of_another_version_is_no_plan_of_this_one(
     assert (code, message.endswith("; kizami 0.0.9 made it")) == ("other_plan", True)
     (out / "kizami.json").write_text("{}")
     assert refusal(kizami, tiny_checkpoint, "--finished", out)[0] == "bad_manifest"
+
+
+def test_who_serves_is_not_taken_for_who_chooses_the_codes(
+    kizami: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KIZAMI_ENGINE", "vllm")
+    assert kizami("convert", tiny_checkpoint, tmp_path / "out", "--dry-run").code == 0
+    monkeypatch.setenv("KIZAMI_METHOD_ENGINE", "llmcompressor")
+    done = kizami("convert", tiny_checkpoint, tmp_path / "out", "--method", "minmax", "--json")
+    assert done.code == 2
+    assert "KIZAMI_METHOD_ENGINE" in done.json["error"]["message"]

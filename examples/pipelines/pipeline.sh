@@ -11,8 +11,9 @@
 # The proof compares every tensor with the source: it needs SRC on the disk. Of a SRC on the Hub files and structure of
 # OUT are verified, and its figures are those of the run; the script says so.
 # RESULTS (default results): plan.json, convert.json, events.jsonl, verify.json, report.xml (JUnit), summary.md.
-# ENGINE (sglang), TP (1): who will serve it. MAX_REL_ERROR (0.12): the limit of each tensor. Options of kizami that the
-# script itself does not give can be set as variables, too: KIZAMI_GROUP_SIZE=64.
+# ENGINE (sglang), TP (1): who will serve it. MAX_REL_ERROR (0.12): the limit of each tensor. KIZAMI_PRIVATE=1: a new
+# REPO is private. Options of kizami that the script itself does not give can be set as variables: KIZAMI_GROUP_SIZE=64.
+# SIGTERM and SIGINT go on to the command at work, and the script ends when that has ended.
 set -eu
 
 say() {
@@ -23,15 +24,32 @@ if [ $# -lt 2 ] || [ $# -gt 3 ] || [ -z "$1" ] || [ -z "$2" ]; then
     say "usage: pipeline.sh SRC OUT [REPO]"
     exit 2
 fi
+for name in "$@" "${RESULTS:-}"; do
+    case $name in
+        -*) say "$name begins like an option: write ./$name for a folder of that name"; exit 2 ;;
+    esac
+done
 src=$1
 out=$2
 repo=${3:-}
 results=${RESULTS:-results}
-engine=${ENGINE:-sglang}
+engine=${ENGINE:-${KIZAMI_ENGINE:-sglang}}
 tp=${TP:-${KIZAMI_TP:-1}}
 limit=${MAX_REL_ERROR:-${KIZAMI_MAX_REL_ERROR:-0.12}}
+if [ -n "${KIZAMI_PUSH_TO:-}${KIZAMI_DELETE_PUSHED:-}" ]; then
+    say "KIZAMI_PUSH_TO and KIZAMI_DELETE_PUSHED push before anything is proven: REPO is the third argument here"
+    exit 2
+fi
+case $limit in
+    *[!0-9.eE+-]* | -*) say "MAX_REL_ERROR is $limit, expected a number such as 0.12"; exit 2 ;;
+esac
+private=${KIZAMI_PRIVATE:-}
+unset KIZAMI_PRIVATE KIZAMI_JSON KIZAMI_QUIET KIZAMI_OUTPUT # of commands that are run here in another way
 mkdir -p "$results"
-rm -f "$results/verify.json" "$results/report.xml" "$results/summary.md" # of an earlier run
+for name in plan.json verify.json report.xml summary.md; do
+    rm -f "$results/$name" # of an earlier run
+done
+[ -e "$out/kizami.json" ] || rm -f "$results/convert.json" # of another OUT
 
 fail() { # fail NAME CODE
     case $2 in
@@ -41,11 +59,26 @@ fail() { # fail NAME CODE
     exit "$2"
 }
 
+child=
+run() { # run COMMAND...: its exit code. With a command in front of it a shell hears of no signal before that has ended
+    "$@" &
+    child=$!
+    ended=0
+    wait "$child" || ended=$?
+    while kill -0 "$child" 2> /dev/null; do # a signal ends `wait` too
+        ended=0
+        wait "$child" || ended=$?
+    done
+    child=
+    return "$ended"
+}
+trap '[ -z "$child" ] || kill -TERM "$child" 2> /dev/null || :' TERM INT
+
 step() { # step NAME COMMAND...: its object goes to NAME.json; code: how it ended. What it says of a failure is shown
     name=$1
     shift
     code=0
-    "$@" --json > "$results/$name.json" || code=$?
+    run "$@" --json > "$results/$name.json" || code=$?
     if [ "$code" -ne 0 ] && { [ "$name" = verify ] || grep -q '"kizami.error/1"' "$results/$name.json"; }; then
         head -n 60 "$results/$name.json" >&2 # plan has said why, report will say of convert; their objects are long
     fi
@@ -57,7 +90,7 @@ judge() { # code: 1 if a limit is missed; the files are there in any case
     if [ -n "${KIZAMI_STATS:-}" ]; then
         set -- --against "$src" # the errors of outputs need it
     fi
-    kizami report "$out" "$@" --max-rel-error "$limit" --format junit -o "$results/report.xml" || code=$?
+    run kizami report "$out" "$@" --max-rel-error "$limit" --format junit -o "$results/report.xml" || code=$?
     KIZAMI_MAX_REL_ERROR="" KIZAMI_MIN_SQNR="" KIZAMI_MAX_OUTPUT_ERROR="" \
         kizami report "$out" "$@" --format markdown -o "$results/summary.md" || code=$?
     if [ -n "${GITHUB_STEP_SUMMARY:-}" ] && [ -e "$results/summary.md" ]; then
@@ -89,7 +122,7 @@ judge
 [ "$code" -eq 0 ] || fail report "$code"
 say "report: ok, limit $limit"
 
-kizami check "$out" --engine "$engine" --tp "$tp" || fail check $?
+run kizami check "$out" --engine "$engine" --tp "$tp" || fail check $?
 say "check: ok"
 
 if [ -e "$src" ]; then
@@ -107,7 +140,9 @@ fi
 say "verify: ok, $proven"
 
 if [ -n "$repo" ]; then
-    kizami push "$out" "$repo" || fail push $?
+    KIZAMI_PRIVATE=$private
+    export KIZAMI_PRIVATE
+    run kizami push "$out" "$repo" || fail push $?
     say "push: ok"
 fi
 say "DONE: $out: $proven; $engine loads it at tp $tp; ${repo:+pushed to }${repo:-no REPO, nothing pushed}"

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,8 @@ TRIES = 8  # of a call; with the waits between them some four minutes
 MAX_WAIT = 60.0  # seconds, where the server says nothing
 MAX_TOLD_WAIT = 600.0  # where it does: `Retry-After` of a rate limit is at most five minutes
 BUSY = (408, 425, 429, 500, 502, 503, 504)
+# Seconds without a byte. huggingface_hub itself waits for ever, where the Hub's gateway gives up after a minute
+SILENCE = 120.0
 # Ours, or of a server that will say the same again
 NEVER = ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL", "TooManyRedirects", "DecodingError")
 
@@ -40,16 +43,41 @@ def hub() -> "HfApi":
     return HfApi(library_name="kizami")
 
 
+@cache
+def _bound_silence() -> None:
+    """Once in a process: the client that huggingface_hub makes, with an end to its patience. By request, since most of
+    its calls say that they have none."""
+    import huggingface_hub
+
+    made_by: Any = importlib.import_module("huggingface_hub.utils._http").default_client_factory
+
+    def bound(request: Any) -> None:
+        asked = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {
+            kind: SILENCE if asked.get(kind) is None else asked[kind] for kind in ("connect", "read", "write", "pool")
+        }
+
+    def client() -> Any:
+        made = made_by()
+        made.event_hooks = {**made.event_hooks, "request": [*made.event_hooks["request"], bound]}
+        return made
+
+    huggingface_hub.set_client_factory(client)
+
+
 def hub_utils() -> Any:
     """Its public helpers; their types are not stated, and they lie in other modules in each version."""
+    _bound_silence()
     return importlib.import_module("huggingface_hub.utils")
 
 
 def request_error() -> type[Exception]:
     """What the HTTP library raises when no answer comes that it understands: httpx's in huggingface_hub 1, httpx2's in
     2."""
-    library = importlib.import_module(type(hub_utils().get_session()).__module__.partition(".")[0])
-    found: type[Exception] = library.RequestError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base = next(one for one in HfHubHTTPError.__mro__ if one.__module__.startswith("httpx"))
+    found: type[Exception] = importlib.import_module(base.__module__.partition(".")[0]).RequestError
     return found
 
 
@@ -94,6 +122,10 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
         said = f"the Hub cannot be reached: {type(e).__name__} {_words(e)}".rstrip()
         raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
+    except ImportError as e:
+        said = f"the proxy or endpoint of the environment needs a package: {_words(e)}"
+        hint = "install it, or correct the proxy variables"
+        raise KizamiError(said, code="bad_environment", file=repo, hint=hint) from None
     except UnicodeError:
         hint = "correct HF_TOKEN and HF_ENDPOINT in the environment"
         raise KizamiError(
@@ -102,7 +134,7 @@ def as_refusal(repo: str) -> Iterator[None]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:  # no JSON, or of another shape
         said = f"the Hub's answer is none, or it refuses: {type(e).__name__} {_words(e)}"
         of_card = "license, language and tags of the card are those of the source's README.md"
-        hint = of_card if "metadata" in str(e) else "is HF_ENDPOINT the Hub's?"
+        hint = of_card if "metadata" in str(e) else "is HF_ENDPOINT the Hub's? are the proxy variables right?"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
 
 

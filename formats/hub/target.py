@@ -6,7 +6,7 @@ lands late, or a stranger's between two of ours, is an error at the Hub and neve
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,10 @@ class Target:
         public."""
         with as_write_refusal(self.name):
             patiently(lambda: hub().create_repo(self.name, private=self.private or None, exist_ok=True), self.patience)
+        return self.open()
+
+    def open(self) -> Repository:
+        """What is in the repository. KizamiError as `begin`; "hub_not_found"."""
         head = self.look()
         if self.private and head.private is False:
             raise KizamiError(
@@ -100,13 +104,22 @@ class Target:
         return there is not None and there.is_at(path)
 
     def commit(
-        self, files: Mapping[str, Path], message: str, *, stake: bytes, shards: Mapping[str, str] | None = None
+        self,
+        files: Mapping[str, Path],
+        message: str,
+        *,
+        stake: bytes,
+        sha256: Mapping[str, str],
+        shards: Mapping[str, str] | None = None,
+        replaced: Collection[str] = (),
     ) -> str:
         """Adds those that are not there, in one commit, and gives the head's id. stake: what says whose the files are
-        as long as the model is not whole, in STAKE. shards: of the last commit, which removes it: SHA-256 of all of
-        them, which the very commit that it names as its parent must have. KizamiError as `as_write_refusal`;
-        "push_target" for a file of another job or person in the place of ours, and for one that the Hub would leave
-        out; "hub_error" for a shard that is lost; "too_large" before anything is sent."""
+        as long as the model is not whole, in STAKE. sha256: of `files`, as they were proven; one that is not in it is
+        taken as it is. shards: of the last commit, which removes the stake: SHA-256 of all of them, which the very
+        commit that it names as its parent must have. replaced: files of ours that are there with other bytes, as `look`
+        saw last. KizamiError as `as_write_refusal`; "push_target" for a file of another job or person in the place of
+        ours, and for one that the Hub would leave out; "hub_error" for a shard that is lost; "changed" for a file that
+        is not what `sha256` says; "too_large" before anything is sent."""
         refuse_too_large(files)
         last = shards is not None
         revision: str | None = None
@@ -120,10 +133,11 @@ class Target:
                 self.sent = most
                 return head.commit
             most = max(most, len(left))
-            self._refuse_others(head, left, stake)
+            self._refuse_others(head, left.keys() - set(replaced), stake)
             revision = None
             try:
-                revision = self._send(left, message, head.commit, None if last or staked else stake, last and staked)
+                new_stake = None if last or staked else stake
+                revision = self._send(left, message, head.commit, new_stake, sha256, unstake=last and staked)
             except Exception as failure:
                 error = cause_of(failure)
                 seconds = _wait_of(error, tried)
@@ -195,11 +209,28 @@ class Target:
                 hint="push to a new repository, or remove it there; kizami replaces and deletes nothing of others",
             )
 
-    def _send(self, files: Mapping[str, Path], message: str, parent: str, stake: bytes | None, unstake: bool) -> str:
+    def _send(
+        self,
+        files: Mapping[str, Path],
+        message: str,
+        parent: str,
+        stake: bytes | None,
+        sha256: Mapping[str, str],
+        *,
+        unstake: bool,
+    ) -> str:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         api = hub()
-        added: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+        added: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]  # which hashes them
+        for one in added:
+            if sha256.get(one.path_in_repo, one.upload_info.sha256.hex()) != one.upload_info.sha256.hex():
+                raise KizamiError(
+                    "is not the file that was proven: it has changed since, and is not pushed",
+                    code="changed",
+                    file=one.path_in_repo,
+                    hint="leave OUT alone while it is pushed; `kizami verify OUT` names all files that changed",
+                )
         added += [CommitOperationAdd(STAKE, stake)] if stake is not None else []
         api.preupload_lfs_files(self.name, added, num_threads=THREADS)
         self._refuse_ignored([one.path_in_repo for one in added if getattr(one, "_should_ignore", False)])

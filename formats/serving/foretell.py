@@ -10,6 +10,7 @@ from kizami.formats.serving.server import DSA_PAGE, SGLANG, VLLM, Server
 
 Severity = Literal["error", "warning", "note"]
 Numbers = dict[str, int | str]
+MARLIN_TILE = 64  # columns: SGLang layers/quantization/marlin_utils.py check_moe_marlin_supports_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,13 @@ def _inter_r(server: Server) -> Iterator[Finding]:
                 _more_ep(server),
                 numbers | {"group_size": group},
             )
-        elif server.engine == "sglang" and share % 64:
+        elif server.engine == "sglang" and share % MARLIN_TILE:
             yield _finding(
                 server,
                 "warning",
                 "marlin_tile",
-                f"{share} columns of an expert per rank are no multiple of 64, which SGLang's Marlin kernel documents "
-                "and does not check for this format",
+                f"{share} columns of an expert per rank are no multiple of {MARLIN_TILE}, which SGLang's Marlin kernel "
+                "documents and does not check for this format",
                 f"{SGLANG} layers/quantization/marlin_utils.py check_moe_marlin_supports_layer",
                 _more_ep(server),
                 numbers,
@@ -89,6 +90,8 @@ def _more_ep(server: Server) -> str:
     """The smallest expert parallelism at which nothing is cut; vLLM knows 1 and tp only."""
     block = server.stored.fp8_block
     sizes = [*server.stored.group_sizes, *(block or ())]
+    if server.engine == "sglang" and server.stored.group_sizes:
+        sizes.append(MARLIN_TILE)
     choices = [server.tp] if server.engine == "vllm" else [n for n in range(2, server.tp + 1) if server.tp % n == 0]
     for ep in choices:
         moe_tp = server.tp // ep

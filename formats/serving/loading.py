@@ -24,6 +24,8 @@ def about_loading(server: Server, served: Served) -> list[Finding]:
         at = f" ({errors[0].module})" if errors[0].module else ""
         words = f"kizami check {shlex.quote(server.path)} --engine {server.engine} --tp {server.tp} --ep {server.ep}"
         message = f"does not load as meant: {errors[0].message}{at}"
-        advice = f"{errors[0].advice}; `{words}` shows all {len(errors)}" if len(errors) > 1 else errors[0].advice
+        advice = (
+            f"{errors[0].advice}; `{words}` lists all {len(errors)} errors" if len(errors) > 1 else errors[0].advice
+        )
         made.append(Finding("error", "does_not_load", server.role, message, errors[0].source, advice))
     return made

@@ -89,7 +89,7 @@ class Delivery:
         self._send(waiting)
         files = without_their_card(self.target.look(), files, self.on_card)
         shards = {record.file: record.sha256 for record in records}
-        self.commit = self.target.commit(files, LAST_MESSAGE, stake=stake_of(self.plan_hash), shards=shards)
+        self.commit = self.target.commit(files, LAST_MESSAGE, stake=stake_of(self.plan_hash), sha256={}, shards=shards)
         if self.target.sent:
             self.on_commit(self.target.sent, self.commit)
         return self.commit
@@ -123,11 +123,12 @@ class Delivery:
     def _send(self, records: list[ShardRecord]) -> None:
         if not records:
             return
-        first, last = records[0].file, records[-1].file
+        names = sorted(record.file for record in records)  # they finish in any order
         commit = self.target.commit(
             {record.file: self.folder / record.file for record in records},
-            first if len(records) == 1 else f"{first} to {last}",
+            names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
             stake=stake_of(self.plan_hash),
+            sha256={record.file: record.sha256 for record in records},
         )
         if self.target.sent:
             self.on_commit(self.target.sent, commit)
@@ -148,7 +149,8 @@ def without_their_card(
     there = head.files.get(CARD)
     if there is None or CARD not in files or there.is_at(files[CARD]):
         return files
-    on_card(f"{head.name} has a {CARD} of its own, which stays: kizami's is not pushed")
+    by_hand = f"`hf upload {head.name} OUT/{CARD} {CARD}` puts it there"
+    on_card(f"{head.name} has a {CARD} of its own, which stays: the one of this output is not pushed; {by_hand}")
     return {name: path for name, path in files.items() if name != CARD}
 
 

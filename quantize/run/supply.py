@@ -228,8 +228,8 @@ def fixed_bytes(checkpoint: Checkpoint, mirror: Mirror | None, *, outputs: bool)
 
 def check_limit(
     limit: int, shards: Sequence[Shard], checkpoint: Checkpoint, mirror: Mirror | None, *, outputs: bool
-) -> None:
-    """KizamiError "scratch_limit" where one shard alone needs more than there is."""
+) -> int:
+    """The bytes that one shard needs, of the largest. KizamiError "scratch_limit" where there are not as many."""
     most = max((needed_bytes(shard, checkpoint, mirror, outputs=outputs) for shard in shards), default=0)
     most += fixed_bytes(checkpoint, mirror, outputs=outputs)
     if most > limit:
@@ -238,3 +238,4 @@ def check_limit(
             code="scratch_limit",
             hint="a smaller --max-shard-size needs less, or raise the limit; twice as much keeps the cores busy",
         )
+    return most
