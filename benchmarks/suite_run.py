@@ -4,6 +4,7 @@ Nothing large is imported here, and sources are made in processes of their own: 
 is at least that of its parent.
 """
 
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,12 @@ def measure(command: list[str], threads: int, log: Path) -> Run:
     with log.open("wb") as output:
         environment["OMP_NUM_THREADS"] = str(threads)
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        _, status, usage = os.wait4(process.pid, 0)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:  # Ctrl-C and SIGTERM: nothing of ours goes on behind our back
+            process.kill()
+            process.wait()
+            raise
     wall = perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -87,6 +93,7 @@ class Processes:
     yardstick_bytes: int
     made: dict[Source, Path] = field(default_factory=dict)
     warm: set[tuple[str, ...]] = field(default_factory=set)
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of sources: no folder is used twice
 
     def prepare(self, case: Case) -> None:
         """Its source is there and in the page cache, its kernels are compiled: the program converts a tiny checkpoint
@@ -101,14 +108,14 @@ class Processes:
     def source(self, source: Source) -> Path:
         """The folder of its checkpoint, made where it is not there yet."""
         if source not in self.made:
-            folder = self.work / f"source-{len(self.made)}"
+            folder = self.work / f"source-{next(self.numbers)}"
             command = [sys.executable, str(HERE / "synthetic_checkpoint.py"), str(folder), *source.options]
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
             self.made[source] = folder
         return self.made[source]
 
     def forget(self, needed: Iterable[Source]) -> None:
-        """Remove the files of all other sources; their folders keep the numbers apart."""
+        """Remove all other sources."""
         for source in self.made.keys() - {*needed, *self.tiny.values()}:
             shutil.rmtree(self.made[source], ignore_errors=True)
             del self.made[source]
@@ -121,6 +128,7 @@ class Processes:
         source, out = self.source(case.source), self._out(case)
         run = self._convert(case, source)
         made = Made(run, weight_bytes(source), weight_bytes(out), mean_sqnr(out))
+        assert abs(made.source_bytes / case.source.nbytes - 1) < 0.05, "this is another source"
         if not keep:
             shutil.rmtree(out)
         return made

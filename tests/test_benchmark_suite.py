@@ -250,6 +250,17 @@ def test_a_failure_has_the_last_words_and_no_path(tmp_path: Path) -> None:
     assert failed.value.log == f"first\nno room in {tmp_path}/out"
 
 
+def test_a_source_stays_what_it_is_when_others_come_and_go(tmp_path: Path) -> None:
+    tiny, *others = (Source(n + 1, 1, hidden=256, intermediate=128) for n in range(5))
+    processes = running.Processes(tmp_path, None, {"fp8": tiny}, 1 << 20)
+    for needed in ([*others[:3]], [others[1]], [others[1], others[3]], [others[0], others[1]]):
+        processes.forget(needed)
+        for source in (tiny, *needed):
+            nbytes = outputs.weight_bytes(processes.source(source))
+            assert nbytes == pytest.approx(source.nbytes, rel=0.02)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         ([], "--out"),
