@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import this_machine
 from job_simulator import Cluster, Costs, Load, Outcome, simulate, stops_at
 from synthetic_checkpoint import write_checkpoint
 from zlib_ng import zlib_ng
@@ -150,16 +150,6 @@ def project(loads: list[Load], costs: Costs, setting: Setting, begin: float) -> 
     return made
 
 
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpu": name or platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-
-
 def show(result: dict[str, Any]) -> None:
     costs = result["costs"]
     print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores; --method {result['measured']['method']}")
@@ -194,7 +184,8 @@ def main() -> None:
         work = Path(folder)
         costs, measured = measure_costs(work, method)
         result: dict[str, Any] = {
-            "machine": machine(), "measured": measured, "costs": asdict(costs), "setting": asdict(setting), "jobs": {},
+            "machine": this_machine.describe(), "measured": measured, "costs": asdict(costs),
+            "setting": asdict(setting), "jobs": {},
         }  # fmt: skip
         for job, name in JOBS.items():
             plan, seconds = plan_of(name, work, method)
