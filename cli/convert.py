@@ -85,7 +85,7 @@ def convert(
     interrupted run. The source is never written to.
     """
     from kizami.cli.events import Events
-    from kizami.quantize.calibrated.solver import check_device
+    from kizami.quantize.on_device.choice import check_device
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     told = o.PolicyOptions(
@@ -97,7 +97,7 @@ def convert(
     hub = HubAsked(limit, push_to, private, delete_pushed)
     hub.check(context)
     where = x.Where(shards, executor, ray_address, workers)
-    where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed)
+    where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed, device=device)
     part = where.part(context)
     asked = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer)
     codes, kv = Codes(asked, method, scale_sign, clip_allowance, stats), (kv_scales, force_kv_scales)
