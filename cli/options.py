@@ -190,7 +190,7 @@ DeviceOption = Annotated[
     option(
         "--device",
         panel=RUN,
-        metavar="cpu|cuda[:N,N]",
+        metavar="DEVICE",
         callback=device,
         help="What packs linears, and solves for --method gptq: cpu (default), cuda for all GPUs (gptq: the first), "
         "cuda:0 or cuda:0,1 for some. The same bytes, but for gptq.",
