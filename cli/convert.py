@@ -85,7 +85,7 @@ def convert(
     interrupted run. The source is never written to.
     """
     from kizami.cli.events import Events
-    from kizami.quantize.calibrated.solver import check_device
+    from kizami.quantize.on_device.choice import check_device
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     told = o.PolicyOptions(
@@ -101,7 +101,7 @@ def convert(
             limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
             hub = HubAsked(limit, push_to, private, delete_pushed)
             hub.check(context)
-            where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed)
+            where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed, device=device)
             part = where.part(context)
             prepared = prepare(
                 context, ui, src, out, policy, codes, kv, dry_run=dry_run, restart=restart, on_disk=where.on_disk

@@ -96,14 +96,18 @@ class Where:
             )
         return Part(first, last, of)
 
-    def check(self, context: typer.Context, *, engine: str, push_to: str | None, delete_pushed: bool) -> None:
+    def check(
+        self, context: typer.Context, *, engine: str, push_to: str | None, delete_pushed: bool, device: str
+    ) -> None:
         """KizamiError "bad_option" for what does not go together."""
         foreign = engine != "kizami"
         if self.shards is not None:
             alone = {"executor": self.executor == "ray", "engine": foreign, "push_to": push_to is not None}
             self._refuse(context, "shards", alone)
         if self.executor == "ray":
-            self._refuse(context, "executor", {"engine": foreign, "delete_pushed": delete_pushed})
+            self._refuse(
+                context, "executor", {"engine": foreign, "delete_pushed": delete_pushed, "device": device != "cpu"}
+            )
         elif o.from_command_line(context, "ray_address"):
             raise KizamiError("--ray-address is for --executor ray", code="bad_option", hint="add --executor ray")
 

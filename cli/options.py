@@ -20,7 +20,6 @@ SchemeName = Literal["w4a16-g32", "w4a16-g64", "w4a16-g128", "fp8-block", "bf16"
 LayoutName = Literal["pack-quantized", "gptq", "gptq_v2", "awq", "w4afp8"]
 RestName = Literal["bf16", "fp8"]
 MtpName = Literal["quantize", "keep", "drop"]
-DeviceName = Literal["cpu", "cuda"]
 
 
 def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
@@ -58,6 +57,16 @@ def spelled(context: typer.Context, name: str) -> str:
         return "--" + name.replace("_", "-")
     (parameter,) = (one for one in context.command.params if one.name == name)
     return str(parameter.envvar)
+
+
+def device(value: str) -> str:
+    from kizami.quantize.on_device.names import numbers_of
+
+    try:
+        numbers_of(value)
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
+    return value
 
 
 def finite(value: float | None) -> float | None:
@@ -184,7 +193,15 @@ Workers = Annotated[
     int | None, option("--workers", panel=RUN, metavar="N", min=1, max=4096, help="Threads. Default: all cores.")
 ]
 DeviceOption = Annotated[
-    DeviceName, option("--device", panel=RUN, help="Where --method gptq computes: cpu (default) or cuda.")
+    str,
+    option(
+        "--device",
+        panel=RUN,
+        metavar="DEVICE",
+        callback=device,
+        help="What packs linears, and solves for --method gptq: cpu (default), cuda for all GPUs (gptq: the first), "
+        "cuda:0 or cuda:0,1 for some. The same bytes, but for gptq.",
+    ),
 ]
 DryRun = Annotated[
     bool, option("--dry-run", panel=RUN, flag=True, help="Show the plan and the free space; write nothing.")

@@ -96,15 +96,7 @@ def quantize_linear(
     assert (weights is None) == (method.name not in CALIBRATED), method
     rows, columns = weight.shape
     n = rows * columns
-    grid = None
-    if scale is not None and block is not None:
-        grid, block = _grid(weight, scale, block, 0)
-        grid = grid + np.float32(0)  # -0.0 scales to zeros, too, but the kernels order magnitudes by their bits
-    bands: _Codes | _Values
-    if grid is not None and block is not None and (block[1] % group_size == 0 or block[1] >= columns):
-        bands = _Codes(weight, grid, block, band)
-    else:
-        bands = _Values(weight, grid, block, band)
+    bands = bands_of(weight, scale, block, group_size, band)
     floor, above = bands.survey() if n else (np.float32(0), 0)
     packed = empty((rows, columns // 8), np.int32)  # not before the survey, which needs memory of its own
     scales = empty((rows, columns // group_size), np.uint16)
@@ -116,10 +108,23 @@ def quantize_linear(
     for first, last, source in bands.sources() if n else ():
         to = packed[first:last].reshape(-1), scales[first:last].reshape(-1)
         _quantize_rows(source, span, method, by_column, np.float32(smallest_scale), floor, *to, totals)
-    return PackedLinear(packed, scales, _sums(totals, by_column, floor, n, scales.size))
+    lanes = None if by_column is None else by_column.sums
+    return PackedLinear(packed, scales, error_sums(totals, lanes, floor, n, scales.size))
 
 
-class _Codes:
+def bands_of(
+    weight: Rows, scale: NDArray[np.float32] | None, block: Block | None, group_size: int, band: int | None = None
+) -> "Codes | Values":
+    """How the kernels see a weight: as e4m3 codes where each group has one block scale, else as values."""
+    if scale is None or block is None:
+        return Values(weight, None, None, band)
+    grid, block = _grid(weight, scale, block, 0)
+    grid = grid + np.float32(0)  # -0.0 scales to zeros, too, but the kernels order magnitudes by their bits
+    kind = Codes if block[1] % group_size == 0 or block[1] >= weight.shape[1] else Values
+    return kind(weight, grid, block, band)
+
+
+class Codes:
     """A weight of e4m3 codes whose groups lie inside one block column. `survey` first, then `sources`."""
 
     def __init__(self, weight: Rows, grid: NDArray[np.float32], block: Block, band: int | None) -> None:
@@ -153,7 +158,7 @@ class _Codes:
             yield first, last, Source(*flat, _NO_VALUES, _NO_BITS, self.grid, *self.block, first, self.weight.shape[1])
 
 
-class _Values:
+class Values:
     """Any other weight: widened to float32 band by band."""
 
     def __init__(self, weight: Rows, grid: NDArray[np.float32] | None, block: Block | None, band: int | None) -> None:
@@ -341,7 +346,10 @@ def _quantize_rows(
         weighted_rows(source, search, columns, smallest, span, floor, packed, scale, totals)
 
 
-def _sums(totals: Totals, columns: Columns | None, floor: np.float32, n: int, groups: int) -> ErrorSums:
+def error_sums(
+    totals: Totals, weighted: NDArray[np.float64] | None, floor: np.float32, n: int, groups: int
+) -> ErrorSums:
+    """weighted: lanes of h W^2 and h E^2 [2 * SUMS]; floor: of the survey, above which `totals.found` holds weights."""
     w2, e2, q2 = (_add_lanes(lanes) for lanes in totals.sums.reshape(3, -1))
     found = totals.found[:, : int(totals.found_count[0])]
     threshold = survey.threshold_of(found[0], floor, n) if n else floor
@@ -350,7 +358,7 @@ def _sums(totals: Totals, columns: Columns | None, floor: np.float32, n: int, gr
     if threshold == floor:
         many, squares = (float(x) for x in totals.at_floor)
         top += (many, many * float(floor) ** 2, squares)
-    hw2, he2 = (0.0, 0.0) if columns is None else (_add_lanes(lanes) for lanes in columns.sums.reshape(2, -1))
+    hw2, he2 = (0.0, 0.0) if weighted is None else (_add_lanes(lanes) for lanes in weighted.reshape(2, -1))
     return ErrorSums(
         n=n,
         sum_w2=w2,

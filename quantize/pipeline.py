@@ -13,10 +13,11 @@ from kizami.formats.fingerprint import Contents
 from kizami.formats.side_files import find_side_files, side_file_bytes
 from kizami.formats.statistics import Statistics
 from kizami.formats.writer import make_folders_durably
-from kizami.quantize.calibrated.solver import check_device, libraries
+from kizami.quantize.calibrated.solver import libraries
 from kizami.quantize.calibrated.statistics import check_source, check_statistics
 from kizami.quantize.finish import complete_published, finish
 from kizami.quantize.given import Make, kept_bytes, prepare
+from kizami.quantize.on_device.choice import check_device
 from kizami.quantize.place import check_no_strangers, check_place, check_still_absent, needed_bytes, written_files
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.run.delivery import Delivery
@@ -49,9 +50,10 @@ def run(
     """Converts `checkpoint` to `out` and returns the manifest. `on_event` is called by one thread at a time, but for
     Pushed, which comes from a thread of its own.
     statistics: those of plan.method.stats; they are held against checkpoint and plan before anything is written.
-    engine: of GIVEN; it writes the file that quantize/given.py reads. device: where gptq solves. executor: where shards
-    are converted, None for `workers` threads here. remote: of a run from or to the Hub; where shards leave the disk,
-    OUT does not appear, and OUT.partial keeps all but them.
+    engine: of GIVEN; it writes the file that quantize/given.py reads. device: where linears are packed, and where gptq
+    solves; it shows in no byte but those of gptq. executor: where shards are converted, None for `workers` threads
+    here. remote: of a run from or to the Hub; where shards leave the disk, OUT does not appear, and OUT.partial keeps
+    all but them.
 
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """

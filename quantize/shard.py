@@ -15,10 +15,11 @@ from kizami.formats.writer import ShardWriter
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.given import Given
+from kizami.quantize.linear import quantize_linear
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Plan, Shard, Step
 from kizami.quantize.run.job_folder import attempt_name
-from kizami.quantize.tensor import Piece, Produced, pieces, produce
+from kizami.quantize.tensor import Piece, Produced, Quantize, pieces, produce
 from kizami.quantize.threads import Stopped
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class FinishedShard:
 @dataclass(frozen=True, slots=True)
 class Shop:
     """What all shards of a run share. pool: None computes in the shard's own thread. slots: pieces of all shards that
-    may be computed or wait to be written; they bound the memory. attempt: as `Journal.attempt`."""
+    may be computed or wait to be written; they bound the memory. attempt: as `Journal.attempt`. quantize: who packs."""
 
     plan: Plan
     reader: TensorReader
@@ -52,6 +53,7 @@ class Shop:
     calibration: Calibration | None = None
     given: Given | None = None
     attempt: str = ""
+    quantize: Quantize = quantize_linear
 
 
 def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
@@ -64,7 +66,7 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
         if shop.stop.is_set():
             raise Stopped
         policy, method = shop.plan.policy, shop.plan.method
-        return produce(piece, shop.reader, policy, method, shop.buffers, shop.calibration, shop.given)
+        return produce(piece, shop.reader, policy, method, shop.buffers, shop.calibration, shop.given, shop.quantize)
 
     work = chain.from_iterable(pieces(step) for step in shard.steps)
     attempt = attempt_name(shard.file, shop.attempt) if shop.attempt else None

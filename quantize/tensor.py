@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite, prod
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.fp8 import to_fp8_blocks
 from kizami.quantize.given import Given, chosen_instead, is_given, own_method
 from kizami.quantize.kv_scales.carried import is_kv_scale, scale_values
-from kizami.quantize.linear import NonFiniteError, dequantize_rows, quantize_linear
+from kizami.quantize.linear import Block, Empty, NonFiniteError, PackedLinear, Rows, dequantize_rows, quantize_linear
 from kizami.quantize.measure import measure
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
@@ -33,6 +34,22 @@ from kizami.quantize.unpack import as_float32, bf16_scales, to_bf16
 PIECE_BYTES = 8 << 20
 ZERO_CODES = np.uint32(0x88888888).view(np.int32)  # a word of eight codes 0
 BYTE_FOR_BYTE = ("copy", "keep_fp8")
+
+
+class Quantize(Protocol):
+    """quantize_linear, or another that gives the same."""
+
+    def __call__(
+        self,
+        weight: Rows,
+        scale: NDArray[np.float32] | None,
+        block: Block | None,
+        group_size: int,
+        method: Method,
+        empty: Empty = ...,
+        /,
+        **more: Any,
+    ) -> PackedLinear: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +103,10 @@ def produce(
     buffers: Buffers,
     calibration: Calibration | None = None,
     given: Given | None = None,
+    quantize: Quantize = quantize_linear,
 ) -> Produced:
     """Reads the piece, computes it, and gives the bytes in output order, in arrays that `buffers` takes back.
-    calibration, given: of a method that needs it.
+    calibration, given: of a method that needs it. quantize: who packs linears.
 
     Raises KizamiError naming file and tensor.
     """
@@ -97,10 +115,10 @@ def produce(
         match step.action:
             case "quantize":
                 if calibration is not None:
-                    return _quantize_calibrated(step, reader, policy, method, buffers, calibration)
+                    return _quantize_calibrated(step, reader, policy, method, buffers, calibration, quantize)
                 if given is not None:
                     return _take_given(step, reader, policy, method, buffers, given)
-                return _quantize(step, reader, policy, method, buffers)
+                return _quantize(step, reader, policy, method, buffers, quantize)
             case "repack":
                 return _repack(step, reader, policy)
             case "dequantize":
@@ -128,25 +146,40 @@ def _pass_on(piece: Piece, reader: TensorReader, buffers: Buffers) -> Produced:
     return Produced(tuple(chunks))
 
 
-def _quantize(step: Step, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers) -> Produced:
+def _quantize(
+    step: Step,
+    reader: TensorReader,
+    policy: Policy,
+    method: Method,
+    buffers: Buffers,
+    quantize: Quantize = quantize_linear,
+) -> Produced:
     smallest = smallest_scale(policy.format)
     with opened(step, reader, buffers) as source:
-        linear = quantize_linear(*source, policy.group_size, method, buffers.empty, smallest_scale=smallest)
+        linear = quantize(*source, policy.group_size, method, buffers.empty, smallest_scale=smallest)
     return Produced(_arranged(step, policy, linear.packed, linear.scale), linear.sums)
 
 
 def _quantize_calibrated(
-    step: Step, reader: TensorReader, policy: Policy, method: Method, buffers: Buffers, calibration: Calibration
+    step: Step,
+    reader: TensorReader,
+    policy: Policy,
+    method: Method,
+    buffers: Buffers,
+    calibration: Calibration,
+    quantize: Quantize,
 ) -> Produced:
     """`weighted`; `search` where nothing is known of the input; and GPTQ's codes where they serve better."""
     columns = calibration.columns(step)
     if columns.h is None:
-        made = _quantize(step, reader, policy, replace(method, name="search", stats=None), buffers)
+        made = _quantize(step, reader, policy, replace(method, name="search", stats=None), buffers, quantize)
         return replace(made, chosen=Chosen("search", columns.tokens, columns.fallback))
     weights = integer_weights(columns.h, policy.group_size)
     smallest = smallest_scale(policy.format)
     with opened(step, reader, buffers) as source:
-        linear = quantize_linear(*source, policy.group_size, method, buffers.empty, None, smallest, weights, columns.h)
+        linear = quantize(
+            *source, policy.group_size, method, buffers.empty, smallest_scale=smallest, weights=weights, h=columns.h
+        )
     chosen = Chosen("weighted", columns.tokens)
     if calibration.solver is not None:
         linear, outcome = calibration.solver.improve(step, lambda: source_weight(step, reader), linear, columns.h)

@@ -74,6 +74,18 @@ ASKED_IF_THERE = {
     "quantize/calibrated/gptq.py": {"torch"},
     "quantize/calibrated/hessian.py": {"torch"},
     "quantize/calibrated/solver.py": {"torch"},
+    # `convert --device cuda`: imported when it is asked for; choice.py asks torch, in a function, what there is
+    "quantize/on_device/arithmetic.py": {"torch"},
+    "quantize/on_device/choice.py": {"torch"},
+    "quantize/on_device/compute.py": {"torch"},
+    "quantize/on_device/linear.py": {"torch"},
+    "quantize/on_device/probe.py": {"torch"},
+    "quantize/on_device/rounding.py": {"torch"},
+    "quantize/on_device/scales.py": {"torch"},
+    "quantize/on_device/search.py": {"torch"},
+    "quantize/on_device/transfer.py": {"torch"},
+    "quantize/on_device/weight.py": {"torch"},
+    "quantize/on_device/weighted.py": {"torch"},
     # A reference for what engines keep on a GPU, imported by nobody unless asked
     "quantize/kv_cache/e4m3.py": {"torch"},
     "quantize/kv_cache/layouts.py": {"torch"},

@@ -19,7 +19,7 @@ from kizami.quantize.buffers import Buffers
 from kizami.quantize.decode import bands, float32_weight, int4_weight
 from kizami.quantize.linear import PackedLinear
 from kizami.quantize.measure import measure_values
-from kizami.quantize.plan import Plan, Step
+from kizami.quantize.plan import Step
 from kizami.quantize.source_rows import opened
 from kizami.quantize.threads import Stopped, available_cores
 
@@ -103,7 +103,7 @@ def check_activation(config: Mapping[str, Any]) -> None:
         )
 
 
-def require_torch() -> None:
+def require_torch(asked: str = "--method gptq", without: str = "--method weighted needs only NumPy") -> None:
     """KizamiError "missing_torch"."""
     try:
         import kizami.quantize.calibrated.gptq  # noqa: F401
@@ -111,31 +111,10 @@ def require_torch() -> None:
         if e.name != "torch":
             raise
         raise KizamiError(
-            "--method gptq computes with torch, which is not installed",
+            f"{asked} computes with torch, which is not installed",
             code="missing_torch",
-            hint="pip install 'kizami[torch]'; --method weighted needs only NumPy",
+            hint=f"pip install 'kizami[torch]'; {without}",
         ) from None
-
-
-def check_device(plan: Plan, device: str) -> None:
-    """KizamiError "bad_option" for one that the method does not use, "bad_device" for one that is not there."""
-    if device == "cpu":
-        return
-    if plan.method.name != "gptq":
-        raise KizamiError(
-            f"--device {device} with --method {plan.method.name}, which computes on CPUs",
-            code="bad_option",
-            hint="--device is for --method gptq",
-        )
-    require_torch()
-    import torch
-
-    if not torch.cuda.is_available():
-        raise KizamiError(
-            f'"{device}" cannot be used: torch {torch.__version__} finds no CUDA device',
-            code="bad_device",
-            hint="use --device cpu",
-        )
 
 
 def libraries(device: str) -> dict[str, str]:

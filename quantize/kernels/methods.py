@@ -69,7 +69,8 @@ class Span(NamedTuple):
 class Totals(NamedTuple):
     """Accumulators that go on from one run of rows to the next."""
 
-    sums: NDArray[np.float64]  # [3 * SUMS]: lanes of the squares of W, of the error, of q*s
+    sums: NDArray[np.float64]  # [3 * SUMS]: lanes of the squares of W, of the error, of q*s; row after row
+    row: NDArray[np.float64]  # the same of the row in work, zeros between rows
     largest: NDArray[np.int32]  # [LARGEST]: lanes of the bits of max |error|
     groups: NDArray[np.int64]  # [2]: zero groups, negative scales
     clipped: NDArray[np.int64]  # [1]
@@ -108,6 +109,7 @@ def new_span(rows: int, columns: int, group_size: int) -> Span:
 
 def new_totals(found: int) -> Totals:
     return Totals(
+        aligned(np.float64, 3 * SUMS),
         aligned(np.float64, 3 * SUMS),
         aligned(np.int32, LARGEST),
         np.zeros(2, np.int64),
@@ -193,6 +195,15 @@ def add_top(found: Array, threshold: Any, top: Array) -> None:
 
 
 @kernel
+def end_row(row: Array, sums: Array) -> None:
+    """A row has lanes of its own, which begin at zero: so a device that works on many rows at a time gives the same
+    sums, to the bit."""
+    for k in range(row.size):
+        sums[k] += row[k]
+        row[k] = 0
+
+
+@kernel
 def store_scales(groups: int, smallest: Any, span: Any, scale: Array, at: int, totals: Any) -> None:
     """As BF16 bits, to scale[at:]; magnitudes are raised to `smallest`, BF16, for layouts that hold no smaller one."""
     step, p, n = span.step, span.p, span.n
@@ -212,22 +223,23 @@ def store_codes(
     source: Any, is_minmax: bool, first: int, chunks: int, per_group: int, span: Any, floor: Any, packed: Array,
     totals: Any,
 ) -> None:  # fmt: skip
-    """Codes, packed, and what is reported of them. `first`: the source's chunk that is the span's first."""
+    """Codes of whole rows, packed, and what is reported of them. `first`: the source's chunk where the span begins."""
     codes, values, is_code = source.codes, source.values, source.codes.size > 0
     block_scale, peak, step, w = span.block_scale, span.peak, span.step, span.w
-    sums, largest, clipped = totals.sums, totals.largest, totals.clipped
+    row, largest, clipped = totals.row, totals.largest, totals.clipped
     found, found_count, at_floor = totals.found, totals.found_count, totals.at_floor
     shift = per_group >> 1  # 1, 2 or 4 chunks to a group
+    left = source.columns // CHUNK  # chunks of the row
     for c in range(chunks):
         begin, word, s, b = (first + c) * CHUNK, (first + c) * (CHUNK // 8), step[c >> shift], block_scale[c]
         if is_code and is_minmax:
-            minmax_codes(codes, begin, b, s, packed, word, sums, largest, clipped)
+            minmax_codes(codes, begin, b, s, packed, word, row, largest, clipped)
         elif is_code:
-            nearest_codes(codes, begin, b, s, packed, word, sums, largest, clipped)
+            nearest_codes(codes, begin, b, s, packed, word, row, largest, clipped)
         elif is_minmax:
-            minmax_codes(values, begin, b, s, packed, word, sums, largest, clipped)
+            minmax_codes(values, begin, b, s, packed, word, row, largest, clipped)
         else:
-            nearest_codes(values, begin, b, s, packed, word, sums, largest, clipped)
+            nearest_codes(values, begin, b, s, packed, word, row, largest, clipped)
         if peak[c] >= floor:
             if is_code:
                 decode(codes, begin, b, w)
@@ -235,6 +247,10 @@ def store_codes(
                 for i in range(CHUNK):
                     w[i] = values[begin + i]
             collect_top(w, packed, word, s, floor, found, found_count, at_floor)
+        left -= 1
+        if left == 0:
+            end_row(row, totals.sums)
+            left = source.columns // CHUNK
 
 
 @kernel

@@ -12,6 +12,7 @@ from kizami.quantize.kernels.methods import (
     BATCH,
     Span,
     aligned,
+    end_row,
     group_extremes,
     load_extremes,
     store_codes,
@@ -48,30 +49,36 @@ DROPPED_BITS = 5  # of the sums, which then leave room for the candidate's index
 class Columns(NamedTuple):
     """shares: int16 [K], integers that add up to SHARES per group (at least 1 each); exact: float64 [K], the integer
     weights themselves; h: float64 [K], mean squares, for what is reported; fit: float64 [groups * 2], memory; sums:
-    float64 [2 * SUMS], lanes of h W^2 and h E^2, which go on from one run of rows to the next; candidates: int32
-    [WEIGHTED_COUNT] of BATCH groups, memory."""
+    float64 [2 * SUMS], lanes of h W^2 and h E^2, which go on from one run of rows to the next; row: the same of the row
+    in work; candidates: int32 [WEIGHTED_COUNT] of BATCH groups, memory."""
 
     shares: Array
     exact: Array
     h: Array
     fit: Array
     sums: Array
+    row: Array
     candidates: Array
 
 
+def column_shares(weights: NDArray[np.int64], group_size: int) -> NDArray[np.float64]:
+    """[K], integers: the weights of each group, made to add up to about SHARES."""
+    groups = weights.reshape(-1, group_size)
+    shares: NDArray[np.float64] = np.rint(groups * (SHARES / groups.sum(axis=1, keepdims=True)))
+    return np.clip(shares, 1, SHARES - 1).reshape(-1)
+
+
 def new_columns(weights: NDArray[np.int64], h: NDArray[np.float64], span: Span) -> Columns:
-    size = span.relative.size
-    groups = weights.reshape(-1, size)
-    shares = np.clip(np.rint(groups * (SHARES / groups.sum(axis=1, keepdims=True))), 1, SHARES - 1)
     columns = Columns(
         aligned(np.int16, weights.size),
         aligned(np.float64, weights.size),
         aligned(np.float64, weights.size),
         aligned(np.float64, 2 * span.step.size),
         aligned(np.float64, 2 * SUMS),
+        aligned(np.float64, 2 * SUMS),
         aligned(np.int32, BATCH * WEIGHTED_COUNT),
     )
-    columns.shares[:] = shares.reshape(-1)
+    columns.shares[:] = column_shares(weights, span.relative.size)
     columns.exact[:] = weights
     columns.h[:] = h
     return columns
@@ -157,14 +164,16 @@ def add_weighted_errors(
     source: Any, first: int, chunks: int, per_group: int, columns: Any, span: Any, packed: Array
 ) -> None:
     codes, values, is_code = source.codes, source.values, source.codes.size > 0
-    block_scale, step, h, sums = span.block_scale, span.step, columns.h, columns.sums
+    block_scale, step, h, row = span.block_scale, span.step, columns.h, columns.row
     shift, width = per_group >> 1, columns.h.size // CHUNK
     for c in range(chunks):
         begin, word, s, column = (first + c) * CHUNK, (first + c) * (CHUNK // 8), step[c >> shift], (c % width) * CHUNK
         if is_code:
-            weighted_errors(codes, begin, block_scale[c], s, packed, word, h, column, sums)
+            weighted_errors(codes, begin, block_scale[c], s, packed, word, h, column, row)
         else:
-            weighted_errors(values, begin, block_scale[c], s, packed, word, h, column, sums)
+            weighted_errors(values, begin, block_scale[c], s, packed, word, h, column, row)
+        if column + CHUNK == columns.h.size:
+            end_row(row, columns.sums)
 
 
 @kernel

@@ -6,6 +6,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from threading import Event, Semaphore
+from typing import TYPE_CHECKING
 
 from kizami.formats.reader import TensorReader
 from kizami.formats.run_log import FOLDER
@@ -13,6 +14,8 @@ from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver
 from kizami.quantize.calibrated.statistics import Calibration
 from kizami.quantize.given import Given
+from kizami.quantize.linear import quantize_linear
+from kizami.quantize.on_device.names import CPU
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.run.job import Job, Record
 from kizami.quantize.run.journal import Journal
@@ -22,12 +25,16 @@ from kizami.quantize.shard import Shop, convert_shard
 from kizami.quantize.threads import available_cores
 from kizami.quantize.warm_up import warm_up
 
+if TYPE_CHECKING:
+    from kizami.quantize.on_device.compute import Compute
+
 
 @dataclass(frozen=True, slots=True)
 class LocalPool:
-    """workers: threads that compute; None for all cores."""
+    """workers: threads that compute; None for all cores. compute: who packs linears, in place of the job's device."""
 
     workers: int | None = None
+    compute: "Compute | None" = None
 
     def check(self, plan: Plan) -> None:
         """Nothing is beyond it."""
@@ -40,6 +47,9 @@ class LocalPool:
         """
         plan, journal, delivery = job.plan, record.journal, job.remote.delivery
         workers = self.workers or available_cores()
+        compute = self.compute or _on_device(job)
+        if compute is not None:
+            workers = max(workers, compute.lanes)  # a thread waits while a device works
         if plan.method.name == "gptq":
             workers = min(workers, SOLVER_WORKERS)
         drivers = max(1, min(len(todo), max(2, workers // 2))) if workers > 1 else 1
@@ -57,7 +67,7 @@ class LocalPool:
             given = Given(journal.partial / FOLDER, plan) if plan.method.name in GIVEN and todo else None
             shop = Shop(
                 plan, reader, Buffers(2 * workers), journal.partial, pool, slots, stop, record.piece, calibration,
-                given, journal.attempt,
+                given, journal.attempt, quantize_linear if compute is None else compute.quantize,
             )  # fmt: skip
 
             def convert(shard: Shard) -> None:
@@ -81,6 +91,15 @@ class LocalPool:
                     solver.close()
                 if given is not None:
                     given.close()
+
+
+def _on_device(job: Job) -> "Compute | None":
+    """None where the threads pack. gptq's device solves."""
+    if job.device == CPU or job.plan.method.name == "gptq":
+        return None
+    from kizami.quantize.on_device.compute import compute_on
+
+    return compute_on(job.device)
 
 
 def _supply(job: Job, todo: Sequence[Shard], journal: Journal, reader: TensorReader, stop: Event) -> Supply | None:

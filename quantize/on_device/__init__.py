@@ -1,0 +1,1 @@
+"""The arithmetic of the kernels in torch, on any device, to the bit: `convert --device cuda`."""
