@@ -86,7 +86,7 @@ RUNS: dict[int, tuple[str, ...]] = {
     47: ("num_experts", "num_local_experts", "removed"),
     48: ("1-of-12",),
 }
-SLOW, LONG = {35, 36, 37, 48}, {44}
+SLOW, LONG = {35, 36, 48}, {37, 44}
 
 
 # ---------------------------------------------------------------- running

@@ -136,7 +136,9 @@ def test_check_reads_the_manifest_of_an_output_on_the_hub(
 # ------------------------------------------------------------------------------------------------ what arrives is whole
 
 
-@pytest.mark.parametrize("skip", [0, 1, 5, 20, 33])  # of the header, of sampled pages, of the whole
+@pytest.mark.parametrize(
+    "skip", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 5, 20)), 33]
+)  # of the header, of sampled pages, of the whole
 def test_a_file_that_no_shard_needs_is_held_against_its_hash_before_it_is_recorded(
     hub: LocalHub, env: dict[str, str], tiny: Path, tmp_path: Path, skip: int
 ) -> None:

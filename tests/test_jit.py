@@ -88,6 +88,7 @@ def folder_seen(**environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_compiled_code_goes_to_the_users_cache_and_nowhere_else(tmp_path: Path) -> None:
     home, xdg, numba_dir, blocked = (tmp_path / name for name in ("home", "xdg", "numba", "blocked"))
     home.mkdir()

@@ -59,7 +59,7 @@ def test_no_file_of_the_repository_is_too_large_for_git() -> None:
     assert {name for name, size in sizes.items() if size >= 10_000_000} == set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wheel_holds_every_file_and_runs_alone(tmp_path: Path) -> None:
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT)  # sdist, then the wheel from it
     (wheel,) = tmp_path.glob("*.whl")

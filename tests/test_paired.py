@@ -123,7 +123,10 @@ def test_questions_that_all_stay_exclude_what_they_exactly_can(n: int) -> None:
     assert bound == pytest.approx(stats.binomtest(0, n).proportion_ci(0.90).high)
 
 
-@pytest.mark.parametrize(("n", "true"), [(610, 0.01), (122, 0.05), (1220, 0.005)])
+@pytest.mark.parametrize(
+    ("n", "true"),
+    [pytest.param(610, 0.01, marks=pytest.mark.long), (122, 0.05), pytest.param(1220, 0.005, marks=pytest.mark.long)],
+)
 def test_rare_losses_of_several_runs_are_not_excluded_too_often(n: int, true: float) -> None:
     rng = np.random.default_rng(5)
     excluded = []

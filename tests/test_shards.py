@@ -327,7 +327,7 @@ for n in count(1, 5):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_is_killed_anywhere_goes_on(source: Path, clean: dict[str, str], tmp_path: Path) -> None:
     convert_part(source, tmp_path / "first", 3, 3)  # what another machine has done meanwhile
     words = [source, tmp_path / "out", tmp_path / "first.partial", *OPTIONS]
