@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-faults-table", action="store_true", help="write docs/faults.md from this run")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`pytest -n N --dist loadgroup` gives the tests of a file to one process, which makes their fixtures once."""
     items.sort(key=lambda item: item.name == THE_LAST)

@@ -296,7 +296,7 @@ def rehearse(tmp_path: Path, *words: str) -> tuple[dict[str, Any], int]:
     return result, code
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rehearsal_of_one_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, code = rehearse(tmp_path, "--only", "workers")
     assert code == 0

@@ -35,6 +35,8 @@ from make_cases import (
 )
 from output_oracle import contents, parse_json
 
+pytestmark = pytest.mark.long  # each of them converts
+
 Save = Callable[[Checkpoint], Path]
 ATTENTION = "model.layers.0.self_attn.o_proj"
 

@@ -65,6 +65,7 @@ def test_the_summary_has_domains_positions_and_the_whole(run: Evaluate) -> None:
     assert "layer 1 of 5" in done.err
 
 
+@pytest.mark.long
 def test_a_threshold_holds_in_every_domain(run: Evaluate) -> None:
     done = run("--max-kl", "1e-9", "--min-top1", "0.1")
     assert done.code == 1
@@ -72,6 +73,7 @@ def test_a_threshold_holds_in_every_domain(run: Evaluate) -> None:
     assert "top-1" not in done.err
 
 
+@pytest.mark.long
 def test_a_file_that_is_named_twice_counts_once(kizami: Run, demo_checkpoint: Path, tmp_path: Path) -> None:
     for folder in ("a", "b", "c"):
         (tmp_path / folder).mkdir()

@@ -213,7 +213,7 @@ def test_of_a_source_on_the_hub_nothing_is_measured(
     remote = replace(Checkpoint.open(tiny_checkpoint), remote=True)
     found = cli_rates.measure(plan, remote, "always", None, 2)
     assert (found.rates, machine_of["calls"]) == (None, [])
-    assert "on the Hub" in found.notes[0]
+    assert "from the Hub is not in the estimate" in found.notes[0]
 
 
 def test_the_line_names_limit_and_rates(plan: Plan) -> None:

@@ -123,6 +123,7 @@ def test_errors_and_findings_name_the_repository_and_no_folder_that_is_gone(hub:
     assert "models--" not in refused.err
 
 
+@pytest.mark.long
 def test_check_reads_the_manifest_of_an_output_on_the_hub(
     hub: LocalHub, env: dict[str, str], tiny: Path, tmp_path: Path
 ) -> None:
@@ -136,9 +137,9 @@ def test_check_reads_the_manifest_of_an_output_on_the_hub(
 # ------------------------------------------------------------------------------------------------ what arrives is whole
 
 
-@pytest.mark.parametrize(
-    "skip", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 5, 20)), 33]
-)  # of the header, of sampled pages, of the whole
+@pytest.mark.parametrize(  # requests: of the header, of sampled pages, of the whole
+    "skip", [0, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 5, 20, 33))]
+)
 def test_a_file_that_no_shard_needs_is_held_against_its_hash_before_it_is_recorded(
     hub: LocalHub, env: dict[str, str], tiny: Path, tmp_path: Path, skip: int
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_scratch_folder_that_is_half_removed_is_still_ours(tmp_path: Path, mon
                 assert not folder.exists()
 
 
+@pytest.mark.long
 def test_a_refusal_leaves_no_scratch_folder(env: dict[str, str], tmp_path: Path) -> None:
     for words in (("--scratch-limit", "10kB"), ("--set", "routed_experts=int8"), ("--tp", "7")):
         done = run(env, "convert", SRC, tmp_path / "out", *words, "--json")
@@ -253,6 +255,7 @@ def test_what_is_no_name_of_a_folder_is_refused_before_the_hub_is_asked(
     assert len(hub.faults.hits) == asked
 
 
+@pytest.mark.long
 def test_a_run_that_began_from_the_hub_goes_on_whatever_the_cache_has_by_now(
     hub: LocalHub, env: dict[str, str], tiny: Path, tmp_path: Path
 ) -> None:

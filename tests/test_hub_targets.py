@@ -74,6 +74,7 @@ def fine_tuned(source: Path, folder: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------ before the work
 
 
+@pytest.mark.long
 def test_a_dry_run_is_refused_as_the_run_would_be_and_makes_nothing(
     hub: LocalHub, out: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_dry_run_is_refused_as_the_run_would_be_and_makes_nothing(
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.long
 def test_a_card_that_kizami_pushed_is_replaced_and_one_that_was_edited_there_stays(
     hub: LocalHub, out: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +191,7 @@ def test_a_fine_tune_is_refused_where_its_model_is_before_anything_is_made(
 # ------------------------------------------------------------------------------- what the repository, or the token, is
 
 
+@pytest.mark.long
 def test_a_token_that_may_not_write_is_refused_before_anything_is_made(
     hub: LocalHub, out: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -201,6 +204,7 @@ def test_a_token_that_may_not_write_is_refused_before_anything_is_made(
     assert ("answers 401" in nobody["message"], "HF_TOKEN" in nobody["hint"]) == (True, True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
@@ -229,6 +233,7 @@ def test_one_that_is_ignored_since_then_is_left_out_of_no_commit(hub: LocalHub, 
     assert INDEX not in there(hub)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "delete", [pytest.param((), marks=pytest.mark.long), pytest.param(("--delete-pushed",), id="deleted here")]
 )
@@ -314,6 +319,7 @@ def test_a_manifest_that_was_edited_there_is_not_gone_by(
         assert (error["code"], "is not as kizami wrote it" in error["message"]) == ("push_target", True)
 
 
+@pytest.mark.long
 def test_a_strangers_folder_is_refused_where_it_would_be_in_the_way(
     hub: LocalHub, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from output_oracle import form_by_config, parse_json
 
 from kizami.quantize import layout
 
+pytestmark = pytest.mark.long  # each of them converts
+
 Save = Callable[[Checkpoint], Path]
 LAYER = "model.layers.1."
 MIDDLE = shard_name(2, 3)

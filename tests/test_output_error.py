@@ -123,6 +123,7 @@ def test_moe_error_is_that_of_transformers_modules(
         assert module.tokens == (demo_stats.layers[layer].experts[demo_stats.layers[layer].held_out] == expert).sum()
 
 
+@pytest.mark.long
 def test_dense_layer_is_measured_as_one_module(
     converted: Path, demo_stats: Made, measured: dict[int, LayerError]
 ) -> None:

@@ -86,6 +86,7 @@ def test_everything_is_on_the_page(kizami: Run, out: Path, demo_checkpoint: Path
     assert Checkpoint.open(out).config["model_type"] in read.text
 
 
+@pytest.mark.long
 def test_nothing_is_loaded_and_nothing_runs(kizami: Run, out: Path, tmp_path: Path) -> None:
     read = Reader(page(kizami, out, tmp_path / "r.html"))
     assert not {"script", "link", "iframe", "object", "embed", "form"} & set(read.tags)
@@ -93,6 +94,7 @@ def test_nothing_is_loaded_and_nothing_runs(kizami: Run, out: Path, tmp_path: Pa
     assert read.handlers == []
 
 
+@pytest.mark.long
 def test_the_same_output_gives_the_same_page(kizami: Run, out: Path, tmp_path: Path) -> None:
     assert page(kizami, out, tmp_path / "a.html") == page(kizami, out, tmp_path / "b.html")
 

@@ -68,6 +68,7 @@ def test_tensors_above_the_limit_of_their_role_are_named_the_worst_first(
     assert kizami("report", outputs[0], "--max-rel-error", "0", "--max-rel-error", "routed_expert=0.5").code == 0
 
 
+@pytest.mark.long
 def test_both_limits_are_named_where_both_are_missed(kizami: Run, outputs: tuple[Path, Path]) -> None:
     done = kizami("report", outputs[0], "--max-rel-error", "0.0001", "--min-sqnr", "99")
     assert (done.code, "relative error" in done.err, "SQNR" in done.err) == (1, True, True)

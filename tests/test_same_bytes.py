@@ -147,6 +147,7 @@ def test_the_umask_changes_modes_and_no_byte(source: Path, clean: Tree, tmp_path
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
 
 
+@pytest.mark.long
 def test_no_byte_depends_on_how_paths_are_spelled(
     source: Path, clean: Tree, planned: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
