@@ -127,6 +127,8 @@ def convert(
                     ui.emit("convert", done) if json else show_shards(ui, done)
                     return
                 remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
+                if remote is not None and crew is not None:
+                    ui.warn(["--max-memory does not count what huggingface_hub takes to fetch and to push"])
                 body = run_convert(
                     ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device,
                     executor=where.made(), restart=restart, remote=remote, file=follow, max_rel_error=max_rel_error,

@@ -164,8 +164,6 @@ def _refuse(limit: int, least: int, job: _Job, end: int) -> NoReturn:
             code="max_memory",
             hint=f"{hint}; --shards leaves that to the last command",
         )
-    if job.base > base_bytes(job.plan):
-        hint += ", or run the same command again if it has just compiled its kernels"
     parts = [f"{job.base:,} for the program and its plan", f"{job.largest:,} for one tensor"]
     parts.append(f"{job.fixed(1, 1) - job.base:,} for its threads and buffers")
     raise KizamiError(
@@ -200,7 +198,14 @@ def crew_here(limit: int, plan: Plan, workers: int, *, finishes: bool = True) ->
             code="max_memory",
             hint="run the same command again if it has just compiled its kernels; else give more",
         )
-    return crew_within(limit, plan, workers, base=now, finishes=finishes)
+    try:
+        return crew_within(limit, plan, workers, base=now, finishes=finishes)
+    except KizamiError as refusal:
+        again = ", or run the same command again if it has just compiled its kernels" * (now > base_bytes(plan))
+        hint = f"{refusal.hint}{again}"
+        raise KizamiError(
+            refusal.message, code="max_memory", file=refusal.file, tensor=refusal.tensor, hint=hint
+        ) from None
 
 
 def resident_bytes() -> tuple[int, int]:
