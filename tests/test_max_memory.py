@@ -258,13 +258,19 @@ def test_plan_says_what_fits(kizami: Run, tiny_checkpoint: Path) -> None:
     assert kizami("plan", tiny_checkpoint, "--max-memory", "2XB", "--json").json["error"]["code"] == "bad_option"
 
 
-def test_an_engine_that_has_the_whole_model_in_memory_takes_no_limit(
-    kizami: Run, tiny_checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--engine", "llmcompressor", "--method", "gptq"), "--max-memory with --engine, which has the whole model in"),
+        (("--device", "cuda"), "--max-memory with --device, which has a driver, which takes what it likes, in memory"),
+    ],
+)
+def test_what_takes_memory_of_its_own_takes_no_limit(
+    kizami: Run, tiny_checkpoint: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
-    words = ("--engine", "llmcompressor", "--method", "gptq", "--max-memory", "9GB")
-    done = kizami("convert", tiny_checkpoint, tmp_path / "out", *words)
+    done = kizami("convert", tiny_checkpoint, tmp_path / "out", *words, "--max-memory", "9GB")
     assert done.code == 2
-    assert "--max-memory with --engine, which has the whole model in memory" in done.err
+    assert said in done.err
 
 
 # ------------------------------------------------------------------------------------------------------- what it takes
