@@ -24,6 +24,7 @@ from kizami.formats.errors import KizamiError
 if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
+    from kizami.quantize.max_memory import Crew
     from kizami.quantize.plan import Plan
 
 NewFolder = Annotated[
@@ -62,6 +63,7 @@ def convert(
     tokenizer: e.TokenizerFolder = None,
     device: o.DeviceOption = "cpu",
     workers: x.Workers = None,
+    max_memory: x.MaxMemory = None,
     shards: x.Shards = None,
     executor: x.ExecutorOption = "local",
     ray_address: x.RayAddress = None,
@@ -91,7 +93,6 @@ def convert(
     told = o.PolicyOptions(
         group_size, scheme, int4_format, rest, mtp, set_role, ignore, targets, allow_requantize, recipe, max_shard_size
     )
-    where = x.Where(shards, executor, ray_address, workers)
     asked = e.EngineOptions(engine, data, samples, seq_len, seed, tokenizer)
     codes, kv = Codes(asked, method, scale_sign, clip_allowance, stats), (kv_scales, force_kv_scales)
     try:
@@ -101,6 +102,8 @@ def convert(
             limit = o.parse_size(scratch_limit, o.spelled(context, "scratch_limit"))
             hub = HubAsked(limit, push_to, private, delete_pushed)
             hub.check(context)
+            memory = o.size_given(context, "max_memory", max_memory)
+            where = x.Where(shards, executor, ray_address, workers, memory)
             where.check(context, engine=engine, push_to=push_to, delete_pushed=delete_pushed, device=device)
             part = where.part(context)
             prepared = prepare(
@@ -110,21 +113,22 @@ def convert(
             with refusals_leave_nothing(prepared.mirror, out):
                 _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
                 check_device(plan, device)
+                crew = where.crew(plan)
                 if part is not None:
                     part.shards(plan)  # refuses those of another plan
                 follow.planned(plan, shown(checkpoint), part)
                 if dry_run:
                     ahead = look_ahead(ui, plan, checkpoint, prepared.mirror, hub)
-                    _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp, ahead)
+                    _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp, ahead, crew)
                     follow.write("finished", dry_run=True)
                     return
                 if part is not None:
-                    done = run_shards(
-                        ui, prepared, out, part, device=device, workers=workers, restart=restart, file=follow
-                    )
+                    done = run_shards(ui, prepared, out, part, device=device, where=where, restart=restart, file=follow)
                     ui.emit("convert", done) if json else show_shards(ui, done)
                     return
                 remote = remote_of(ui, plan, checkpoint, prepared.mirror, out, hub, max_rel_error)
+                if remote is not None and crew is not None:
+                    ui.warn(["--max-memory does not count what huggingface_hub takes to fetch and to push"])
                 body = run_convert(
                     ui, plan, checkpoint, out, statistics=prepared.statistics, job=prepared.job, device=device,
                     executor=where.made(), restart=restart, remote=remote, file=follow, max_rel_error=max_rel_error,
@@ -185,6 +189,7 @@ def _show_dry_run(
     out: Path,
     tp: int | None,
     ahead: dict[str, Any],
+    crew: "Crew | None",
 ) -> None:
     """ahead: of the Hub, as `look_ahead` gives it."""
     from kizami.cli.plan import fallbacks_of, plan_body, show_plan, size_line
@@ -194,7 +199,7 @@ def _show_dry_run(
 
     if find_published(plan, checkpoint, out) is None:
         check_place(checkpoint, out)
-    body = plan_body(plan, tp, fallbacks_of(plan, checkpoint, statistics))
+    body = plan_body(plan, tp, fallbacks_of(plan, checkpoint, statistics), crew=crew)
     free, scratch = free_bytes(out), ahead["scratch_bytes"]
     side = side_file_bytes(checkpoint, find_side_files(checkpoint).copied)
     fits = free >= needed_bytes(plan, () if ahead["sheds"] else plan.shards, side) + (scratch or 0)

@@ -17,6 +17,7 @@ from kizami.cli.stop import STOP
 
 if TYPE_CHECKING:
     from kizami.cli import engine as e
+    from kizami.cli import executor_options as x
     from kizami.cli.convert_plan import Prepared
     from kizami.cli.events import Events
     from kizami.formats.checkpoint import Checkpoint
@@ -146,7 +147,7 @@ def run_shards(
     part: "Part",
     *,
     device: str,
-    workers: int | None,
+    where: "x.Where",
     restart: bool,
     file: "Events | None",
 ) -> dict[str, Any]:
@@ -162,8 +163,8 @@ def run_shards(
         with STOP.held():
             warm_up(plan)
         shards = run_part(
-            plan, checkpoint, out, part, statistics=prepared.statistics, device=device, workers=workers,
-            restart=restart, on_event=follow,
+            plan, checkpoint, out, part, statistics=prepared.statistics, device=device,
+            workers=where.workers, max_memory=where.max_memory, restart=restart, on_event=follow,
         )  # fmt: skip
         body = {
             "out": None,

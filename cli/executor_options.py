@@ -10,6 +10,8 @@ from kizami.cli import options as o
 from kizami.formats.errors import KizamiError, printable
 
 if TYPE_CHECKING:
+    from kizami.quantize.max_memory import Crew
+    from kizami.quantize.plan import Plan
     from kizami.quantize.run.job import Executor
     from kizami.quantize.run.parts import Part
 
@@ -24,6 +26,16 @@ Workers = Annotated[
         min=1,
         max=4096,
         help="Threads. Default: all cores. With --executor ray the cores of each task, by default 1.",
+    ),
+]
+MaxMemory = Annotated[
+    str | None,
+    o.option(
+        "--max-memory",
+        panel=o.RUN,
+        metavar="SIZE",
+        help="The most memory to take, 2GB for example: fewer threads, and fewer tensors at a time. Of each process "
+        "with --shards, of each task with --executor ray. Default: what --workers take.",
     ),
 ]
 Shards = Annotated[
@@ -58,12 +70,13 @@ RayAddress = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """As it was written."""
+    """As it was written. max_memory: bytes."""
 
     shards: str | None
     executor: ExecutorName
     ray_address: str | None
     workers: int | None
+    max_memory: int | None = None
 
     @property
     def on_disk(self) -> bool:
@@ -74,10 +87,24 @@ class Where:
         if self.executor == "ray":
             from kizami.quantize.run.on_ray import RayCluster
 
-            return RayCluster(self.ray_address or "auto", self.workers)
+            return RayCluster(self.ray_address or "auto", self.workers, self.max_memory)
         from kizami.quantize.run.local_pool import LocalPool
 
-        return LocalPool(self.workers)
+        return LocalPool(self.workers, max_memory=self.max_memory)
+
+    def crew(self, plan: "Plan") -> "Crew | None":
+        """Of this machine, within --max-memory. KizamiError "max_memory", also of a cluster's tasks."""
+        from kizami.quantize.max_memory import crew_within
+        from kizami.quantize.threads import available_cores
+
+        if self.max_memory is None:
+            return None
+        if self.executor == "ray":
+            from kizami.quantize.run.on_ray import check_tasks
+
+            check_tasks(self.max_memory, plan, self.workers or 1)
+            return None
+        return crew_within(self.max_memory, plan, self.workers or available_cores(), finishes=self.shards is None)
 
     def part(self, context: typer.Context) -> "Part | None":
         """Of --shards. KizamiError "bad_option"."""
@@ -101,6 +128,15 @@ class Where:
     ) -> None:
         """KizamiError "bad_option" for what does not go together."""
         foreign = engine != "kizami"
+        for name, is_asked in {"engine": foreign, "device": device != "cpu"}.items():
+            if is_asked and self.max_memory is not None:
+                given, theirs = o.spelled(context, "max_memory"), o.spelled(context, name)
+                takes = "the whole model" if name == "engine" else "a driver, which takes what it likes,"
+                raise KizamiError(
+                    f"{given} with {theirs}, which has {takes} in memory",
+                    code="bad_option",
+                    hint="leave one of them out",
+                )
         if self.shards is not None:
             alone = {"executor": self.executor == "ray", "engine": foreign, "push_to": push_to is not None}
             self._refuse(context, "shards", alone)

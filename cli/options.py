@@ -370,6 +370,11 @@ def _role(text: str) -> tuple[str, Form]:
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
+def size_given(context: typer.Context, name: str, text: str | None) -> int | None:
+    """Bytes of an option that may be left out."""
+    return None if text is None else parse_size(text, spelled(context, name))
+
+
 def parse_size(text: str, spelling: str = "--max-shard-size") -> int:
     """Bytes in `5GB`, `2GiB`, `500MB` or `1000000`; decimal units are powers of 1000, as the Hub counts."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]I?)?B?\s*", text.upper(), re.ASCII)

@@ -9,10 +9,21 @@ import typer
 from kizami.cli import method_options as m
 from kizami.cli import options as o
 from kizami.cli.command import Command
+from kizami.cli.executor_options import MaxMemory, Where
 from kizami.cli.kv_options import ForceKvScales, KvScalesFile, check_force, kv_asked, kv_body
 from kizami.cli.output import Ui, counted, exact, gib, relative_size
 from kizami.cli.plan_options import Engines, Finished, check_engines, refuse_other_output, refused_by
-from kizami.cli.rates import UNMEASURED, Measure, Measured, To, estimate_body, estimate_line, limit_line, measure
+from kizami.cli.rates import (
+    UNMEASURED,
+    Measure,
+    Measured,
+    To,
+    estimate_body,
+    estimate_line,
+    limit_line,
+    measure,
+    memory_line,
+)
 from kizami.cli.target import Target
 from kizami.formats.errors import KizamiError
 
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.statistics import Statistics
     from kizami.quantize.capacity import SplitGroup
+    from kizami.quantize.max_memory import Crew
     from kizami.quantize.plan import Plan, Step
 
 TP_SHOWN = (1, 2, 4, 8, 16)
@@ -50,6 +62,7 @@ def plan(
     finished: Finished = None,
     measuring: Measure = "auto",
     to: To = None,
+    max_memory: MaxMemory = None,
     output: o.ToFile = None,
     write_recipe: o.WriteRecipe = None,
     quiet: o.Quiet = False,
@@ -87,8 +100,9 @@ def plan(
     made = build_plan(checkpoint, policy, how, m.statistics_facts(statistics), kv)
     if finished is not None:
         refuse_other_output(finished, src, made, checkpoint)
-    measured = measure(made, checkpoint, measuring, to, available_cores())
-    body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics), measured)
+    crew = Where(None, "local", None, None, o.size_given(context, "max_memory", max_memory)).crew(made)
+    measured = measure(made, checkpoint, measuring, to, available_cores() if crew is None else crew.workers)
+    body = plan_body(made, tp, fallbacks_of(made, checkpoint, statistics), measured, crew)
     body["source"] |= dict(zip(("repo", "commit"), hub_origin(checkpoint.root) or (None, None), strict=True))
     if target is not None:
         target.write(plan_document(made, body))
@@ -174,7 +188,11 @@ def fallbacks_of(plan: "Plan", checkpoint: "Checkpoint", statistics: "Statistics
 
 
 def plan_body(
-    plan: "Plan", tp: int | None, fallbacks: list[dict[str, str]] | None = None, measured: Measured = UNMEASURED
+    plan: "Plan",
+    tp: int | None,
+    fallbacks: list[dict[str, str]] | None = None,
+    measured: Measured = UNMEASURED,
+    crew: "Crew | None" = None,
 ) -> dict[str, Any]:
     """The summary under --json: bytes as integers, every figure of the text."""
     from kizami.quantize.capacity import plan_weights, tensor_parallel_sizes
@@ -220,7 +238,7 @@ def plan_body(
             }
             for found in find_loading(plan, tp or 1)
         ],
-        "estimate": estimate_body(plan, available_cores(), measured),
+        "estimate": estimate_body(plan, available_cores(), measured, crew),
         "warnings": list(plan.warnings),
     }
 
@@ -291,6 +309,7 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     ui.pairs([
         ("estimate", estimate_line(guess)),
         ("limit", limit_line(guess)),
+        *([("memory", memory_line(guess))] if guess["max_memory_bytes"] else []),
         ("source", exact(source["bytes"])),
         ("output", f"{exact(output['bytes'])} in {counted(output['shards'], 'file')}"),
     ])  # fmt: skip
@@ -340,6 +359,7 @@ COMMAND = Command(
         "kizami plan GLM-5.2-FP8/",
         "kizami plan zai-org/GLM-5.2-FP8 --group-size 128 --tp 8 --engine sglang",
         "kizami plan GLM-5.2-FP8/ --to /mnt/fast/",
+        "kizami plan GLM-5.2-FP8/ --max-memory 2GB",
         "kizami plan GLM-5.2-FP8/ --method weighted --stats stats/",
         "kizami plan GLM-5.2-FP8/ --finished GLM-5.2-INT4/",
         r"kizami plan GLM-5.2-FP8/ --ignore 're:.*\.layers\.3\..*' -o plan.json",

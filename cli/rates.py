@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.disk_speed import DiskSpeed
     from kizami.quantize.estimate import Rates, Work
+    from kizami.quantize.max_memory import Crew
     from kizami.quantize.plan import Plan
 
 MeasureName = Literal["auto", "always", "never"]
@@ -141,11 +142,12 @@ def _write(place: Path) -> "DiskSpeed":
         raise io_error("cannot write there", e, str(place), "name a folder that OUT can be made in") from e
 
 
-def estimate_body(plan: "Plan", workers: int, measured: Measured) -> dict[str, Any]:
-    """`estimate` under --json."""
+def estimate_body(plan: "Plan", workers: int, measured: Measured, crew: "Crew | None" = None) -> dict[str, Any]:
+    """`estimate` under --json. crew: within --max-memory; its workers count."""
     from kizami.cli.watch import kernels_are_cold
     from kizami.quantize.estimate import estimate
 
+    workers = workers if crew is None else crew.workers
     guess = estimate(plan, plan.method.name, workers, measured.rates)
     took, rates = guess.duration, guess.rates
     return {
@@ -154,7 +156,10 @@ def estimate_body(plan: "Plan", workers: int, measured: Measured) -> dict[str, A
         "rounds": "quantize" in plan.counts,
         "seconds": guess.seconds,
         "compile_seconds": COMPILE_SECONDS if kernels_are_cold() else 0,
-        "memory_bytes": guess.memory_bytes,
+        "memory_bytes": guess.memory_bytes if crew is None else crew.peak,
+        "max_memory_bytes": None if crew is None else crew.limit,
+        "shards_at_a_time": None if crew is None else crew.drivers,
+        "in_flight_bytes": None if crew is None else crew.piece_bytes,
         "limited_by": took.limit,
         "cpu_seconds": took.cpu,
         "read_seconds": took.read,
@@ -180,6 +185,13 @@ def estimate_line(guess: dict[str, Any]) -> str:
     once = f", and {guess['compile_seconds']} s once to compile kernels" if guess["compile_seconds"] else ""
     how = f", --method {guess['method']}" if guess["rounds"] else ""
     return f"about {_time(guess['seconds'])}, {memory} on {cores}{how}{once}"
+
+
+def memory_line(guess: dict[str, Any]) -> str:
+    """`at most 1,812 MiB of 1,907: 2 workers, 2 shards at a time, 1,502 MiB for tensors in flight`."""
+    peak, most, in_flight = (guess[key] / 2**20 for key in ("memory_bytes", "max_memory_bytes", "in_flight_bytes"))
+    crew = f"{counted(guess['workers'], 'worker')}, {counted(guess['shards_at_a_time'], 'shard')} at a time"
+    return f"at most {peak:,.0f} MiB of {most:,.0f}: {crew}, {in_flight:,.0f} MiB for tensors in flight"
 
 
 _HOW = {"direct": "past the page cache", "uncached": "pages dropped from the cache before", "fsync": "and flushed"}

@@ -15,9 +15,10 @@ SLACK = 1.25  # a buffer may be this many times larger than what is asked for
 class Buffers:
     """A free list. An array that is given back must not be used any more; one that never is, is freed as usual."""
 
-    def __init__(self, keep: int) -> None:
-        """keep: how many buffers lie unused at most."""
-        self._keep = keep
+    def __init__(self, keep: int, slack: float = SLACK) -> None:
+        """keep: how many buffers lie unused at most. slack: as SLACK."""
+        self._keep, self._slack = keep, slack
+        self._most: int | None = None  # bytes that lie unused at most
         self._free: list[NDArray[np.uint8]] = []  # by rising size
         self._lock = Lock()
 
@@ -31,7 +32,7 @@ class Buffers:
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         with self._lock:
             for i, buffer in enumerate(self._free):
-                if nbytes <= buffer.nbytes <= SLACK * nbytes + PAGE:
+                if nbytes <= buffer.nbytes <= self._slack * nbytes + PAGE:
                     return self._free.pop(i)
         return np.empty(-(-nbytes // PAGE) * PAGE, np.uint8)
 
@@ -44,5 +45,16 @@ class Buffers:
         with self._lock:
             self._free.append(owner)
             self._free.sort(key=lambda buffer: buffer.nbytes)
-            if len(self._free) > self._keep:
-                self._free.pop(0)
+            self._drop()
+
+    def allow(self, nbytes: int) -> None:
+        """As many lie unused at most, from now on."""
+        with self._lock:
+            self._most = nbytes
+            self._drop()
+
+    def _drop(self) -> None:
+        while len(self._free) > self._keep:
+            self._free.pop(0)
+        while self._most is not None and sum(buffer.nbytes for buffer in self._free) > self._most:
+            self._free.pop(0)

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from kizami.quantize.card import card_facts, hub_origin
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, read_manifest
 from kizami.quantize.place import check_no_strangers, written_files
 from kizami.quantize.plan import Plan
-from kizami.quantize.report import Row
+from kizami.quantize.report import Row, parse_row
 from kizami.quantize.run.delivery import Delivery
 from kizami.quantize.run.job_folder import JOURNAL_FILE, is_regular, read_journal, remove_attempts
 from kizami.quantize.run.journal import Journal, identity_of, source_mtimes
@@ -49,7 +48,7 @@ def finish(
     partial = journal.partial
     _check_shards_are_there(partial, journal, plan, delivery)
     files = {name: copy_side_file(checkpoint, name, partial) for name in side_files}
-    rows = [json.loads(line) for shard in plan.shards for line in _lines(journal.rows_path(shard.number))]
+    rows = [parse_row(line) for shard in plan.shards for line in _lines(journal.rows_path(shard.number))]
     weight_map = {spec.name: shard.file for shard in plan.shards for spec in shard.tensors}
     negative = any(row.get("negative_scale_fraction") for row in rows)
     written = {
@@ -76,8 +75,8 @@ def finish(
     return manifest
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with open(path, encoding="utf-8") as f:
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as f:
         yield from f
 
 

@@ -42,6 +42,7 @@ def run(
     engine: Make | None = None,
     device: str = "cpu",
     workers: int | None = None,
+    max_memory: int | None = None,
     executor: Executor | None = None,
     restart: bool = False,
     remote: Remote | None = None,
@@ -52,8 +53,8 @@ def run(
     statistics: those of plan.method.stats; they are held against checkpoint and plan before anything is written.
     engine: of GIVEN; it writes the file that quantize/given.py reads. device: where linears are packed, and where gptq
     solves; it shows in no byte but those of gptq. executor: where shards are converted, None for `workers` threads
-    here. remote: of a run from or to the Hub; where shards leave the disk, OUT does not appear, and OUT.partial keeps
-    all but them.
+    here, and `max_memory` bytes of this process at most, which show in no byte. remote: of a run from or to the Hub;
+    where shards leave the disk, OUT does not appear, and OUT.partial keeps all but them.
 
     Raises KizamiError; on that and on KeyboardInterrupt the finished shards stay in OUT.partial for the next run.
     """
@@ -63,7 +64,7 @@ def run(
     if (published := complete_published(plan, checkpoint, out, known)) is not None:
         on_event(Started(len(plan.shards), len(plan.shards), ()))
         return published
-    executor = executor or LocalPool(workers)
+    executor = executor or LocalPool(workers, max_memory=max_memory)
     partial, job = _begin(plan, checkpoint, out, statistics, device, remote, executor, known)
     side_files = find_side_files(checkpoint).copied
     identity = identity_of(plan, job.contents)
@@ -97,6 +98,7 @@ def run_part(
     statistics: Statistics | None = None,
     device: str = "cpu",
     workers: int | None = None,
+    max_memory: int | None = None,
     restart: bool = False,
     on_event: Callable[[RunEvent], None] = lambda event: None,
 ) -> list[dict[str, Any]]:
@@ -104,7 +106,7 @@ def run_part(
     files, bytes and SHA-256. OUT does not appear: `run` takes what the parts have recorded, and finishes. As `run`."""
     assert plan.method.name not in GIVEN, plan.method
     shards = part.shards(plan)
-    executor = LocalPool(workers)
+    executor = LocalPool(workers, max_memory=max_memory, finishes=False)
     partial, job = _begin(plan, checkpoint, out, statistics, device, Remote(None, None, 0), executor, None)
     side_files = find_side_files(checkpoint).copied
     identity = identity_of(plan, job.contents)

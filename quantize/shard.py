@@ -3,15 +3,17 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from threading import Event, Semaphore
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kizami.formats.packed_source import PackedWeight
 from kizami.formats.reader import TensorReader
 from kizami.formats.writer import ShardWriter
+from kizami.quantize.admission import UNLIMITED, Limit, Share, enter
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.statistics import Calibration, Chosen
 from kizami.quantize.given import Given
@@ -40,7 +42,8 @@ class FinishedShard:
 @dataclass(frozen=True, slots=True)
 class Shop:
     """What all shards of a run share. pool: None computes in the shard's own thread. slots: pieces of all shards that
-    may be computed or wait to be written; they bound the memory. attempt: as `Journal.attempt`. quantize: who packs."""
+    may be computed or wait to be written; they bound the memory. attempt: as `Journal.attempt`. quantize: who packs.
+    limit: of --max-memory, which bounds it by bytes."""
 
     plan: Plan
     reader: TensorReader
@@ -54,6 +57,7 @@ class Shop:
     given: Given | None = None
     attempt: str = ""
     quantize: Quantize = quantize_linear
+    limit: Limit[Piece] = UNLIMITED
 
 
 def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
@@ -71,7 +75,7 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
     work = chain.from_iterable(pieces(step) for step in shard.steps)
     attempt = attempt_name(shard.file, shop.attempt) if shop.attempt else None
     with ShardWriter(shop.folder / (attempt or shard.file), shard.tensors) as writer:
-        for piece, produced in in_order(shop.pool, compute, work, shop.slots):
+        for piece, produced in in_order(shop.pool, compute, work, shop.slots, shop.limit):
             for name, data in produced.chunks:
                 writer.append(name, data)
                 shop.buffers.give(data)
@@ -88,39 +92,83 @@ def convert_shard(shop: Shop, shard: Shard) -> FinishedShard:
 
 
 def in_order(
-    pool: Executor | None, compute: Callable[[T], R], items: Iterable[T], slots: Semaphore
+    pool: Executor | None,
+    compute: Callable[[T], R],
+    items: Iterable[T],
+    slots: Semaphore,
+    limit: Limit[T] = UNLIMITED,
 ) -> Iterator[tuple[T, R]]:
-    """(item, compute(item)) in the order of `items`. An item holds one of the `slots` from its start until the next one
-    is asked for; whoever has something to hand out does that rather than wait for a slot. At any end all are free."""
+    """(item, compute(item)) in the order of `items`. An item holds one of the `slots` and its share of `limit` from its
+    start until the next one is asked for; whoever has something to hand out does that rather than wait for either. At
+    any end all are free."""
     if pool is None:
-        for item in items:
-            yield item, compute(item)
+        yield from _one_by_one(compute, items, limit)
         return
-    waiting: deque[tuple[T, Future[R]]] = deque()
-    held = 0
+    waiting: deque[_Waiting[T, R]] = deque()
     try:
         for item in items:
-            while not slots.acquire(blocking=held == 0):
-                yield _first(waiting)
+            while (share := enter(item, slots, limit, wait=not waiting)) is None:
+                with _leaving(waiting[0].share, slots):
+                    yield _first(waiting)
+            try:
+                waiting.append(_Waiting(item, share, pool.submit(_computed, compute, item, share)))
+            except BaseException:  # the pool is being shut down
+                share.close()
                 slots.release()
-                held -= 1
-            held += 1
-            waiting.append((item, pool.submit(compute, item)))
+                raise
         while waiting:
-            yield _first(waiting)
-            slots.release()
-            held -= 1
+            with _leaving(waiting[0].share, slots):
+                yield _first(waiting)
     finally:
-        for _, future in waiting:
-            future.cancel()
-        if held:
-            slots.release(held)
+        for left in waiting:
+            left.drop()
+            slots.release()
 
 
-def _first(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[T, R]):
+    item: T
+    share: Share
+    future: Future[R]
+
+    def drop(self) -> None:
+        """Nobody asks for it any more. What is computed all the same takes memory to its end."""
+        if self.future.cancel():
+            self.share.close()
+        else:
+            self.future.add_done_callback(lambda _: self.share.close())
+
+
+@contextmanager
+def _leaving(share: Share, slots: Semaphore) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        share.close()
+        slots.release()
+
+
+def _one_by_one(compute: Callable[[T], R], items: Iterable[T], limit: Limit[T]) -> Iterator[tuple[T, R]]:
+    for item in items:
+        share = limit.take(item, wait=True)
+        assert share is not None
+        try:
+            yield item, _computed(compute, item, share)
+        finally:
+            share.close()
+
+
+def _computed(compute: Callable[[T], R], item: T, share: Share) -> R:
+    try:
+        return compute(item)
+    finally:
+        share.computed()
+
+
+def _first(waiting: deque[_Waiting[T, R]]) -> tuple[T, R]:
     """A function, so that no name is left that keeps the future and its result."""
-    item, future = waiting.popleft()
-    return item, future.result()
+    first = waiting.popleft()
+    return first.item, first.future.result()
 
 
 def report_row(

@@ -44,6 +44,7 @@ class Driver:
             "journal": journal_begin(partial),
             "stats": None,
             "workers": 1,
+            "max_memory": None,
             "contents": contents,
         }
 

@@ -1,12 +1,14 @@
 """What `--method gptq` costs beside `weighted`: operations and memory, from shapes and the number of tokens alone."""
 
 from kizami.formats.families import Role
-from kizami.quantize.calibrated.solver import MLP_ROLES, PARTS
+from kizami.quantize.calibrated.solver import FACTORS_KEPT, LAYERS_OPEN, MLP_ROLES, PARTS
 from kizami.quantize.plan import Plan, Step
 
 HELD_OUT = 0.1  # of the tokens, as kizami calibrate holds them out by default
 # Operations per second on one core of an AMD EPYC, over a whole expert of Kimi-K2: 1.8e12 in 27 s.
 SOLVE_RATE = 65e9
+CHUNK = 1024  # tokens at a time (calibrated/hessian.py, which needs torch to be imported)
+ROUTED_BYTES = 40 * 16  # of a token: experts and gates of 16 at most, sorted once to be looked at
 TORCH_BYTES = 350 << 20  # the library itself
 
 
@@ -26,6 +28,19 @@ def solve_bytes(plan: Plan) -> int:
     one U in FP32 that is kept; and W, its remainder, two errors in FP32."""
     sizes = [24 * s.shape[1] ** 2 + 16 * s.weights for s in _solved(plan)]
     return TORCH_BYTES + max(sizes) if sizes else 0
+
+
+def solve_peak(plan: Plan) -> int:
+    """Never less than what solves take beside torch: that, two factors that are kept, gate and up in FP32 and BF16, a
+    run of tokens through the widest of them in FP64, and who was routed where in the layers that are open."""
+    solved = _solved(plan)
+    if not solved:
+        return 0
+    width, rows = max(s.shape[1] for s in solved), max(s.shape[0] for s in solved)
+    tokens = int((plan.calibration or {}).get("tokens", 0) / (1 - HELD_OUT))
+    chunk = CHUNK * 24 * (width + rows)
+    beside = FACTORS_KEPT * 4 * width**2 + 12 * max(s.weights for s in solved) + chunk
+    return solve_bytes(plan) - TORCH_BYTES + beside + LAYERS_OPEN * tokens * ROUTED_BYTES
 
 
 def _solved(plan: Plan) -> list[Step]:

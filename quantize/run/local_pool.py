@@ -4,17 +4,17 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event, Semaphore
 from typing import TYPE_CHECKING
 
 from kizami.formats.reader import TensorReader
 from kizami.formats.run_log import FOLDER
-from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver
 from kizami.quantize.calibrated.statistics import Calibration
 from kizami.quantize.given import Given
 from kizami.quantize.linear import quantize_linear
+from kizami.quantize.max_memory import Crew, crew_here, drivers_for, memory_of, pieces_in_flight
 from kizami.quantize.on_device.names import CPU
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.run.job import Job, Record
@@ -29,45 +29,55 @@ if TYPE_CHECKING:
     from kizami.quantize.on_device.compute import Compute
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalPool:
-    """workers: threads that compute; None for all cores. compute: who packs linears, in place of the job's device."""
+    """workers: threads that compute; None for all cores. compute: who packs linears, in place of the job's device.
+    max_memory: bytes of this process, at most; not with a device. finishes: as `crew_within`."""
 
     workers: int | None = None
     compute: "Compute | None" = None
+    max_memory: int | None = None
+    finishes: bool = True
+    _crew: Crew | None = field(default=None, init=False)
 
     def check(self, plan: Plan) -> None:
-        """Nothing is beyond it."""
+        """KizamiError "max_memory"."""
+        if self.max_memory is not None:
+            warm_up(plan)  # so that it is known what the process has
+            workers = self.workers or available_cores()
+            self._crew = crew_here(self.max_memory, plan, workers, finishes=self.finishes)
 
     def convert(self, job: Job, todo: Sequence[Shard], record: Record, stop: Event) -> None:
         """Shards are driven by a few threads (they write and hash); all of them share one pool that computes.
 
-        numba, hashlib and the file calls release the GIL, so threads scale like processes and need no copies. Two
-        drivers at least: while one waits for fsync, the other keeps the pool busy.
+        numba, hashlib and the file calls release the GIL, so threads scale like processes and need no copies.
         """
         plan, journal, delivery = job.plan, record.journal, job.remote.delivery
-        workers = self.workers or available_cores()
+        crew = self._crew
+        workers = self.workers or available_cores() if crew is None else crew.workers
         compute = self.compute or _on_device(job)
         if compute is not None:
+            assert crew is None, "what a device takes of this process's memory is not known"
             workers = max(workers, compute.lanes)  # a thread waits while a device works
         if plan.method.name == "gptq":
             workers = min(workers, SOLVER_WORKERS)
-        drivers = max(1, min(len(todo), max(2, workers // 2))) if workers > 1 else 1
+        drivers = drivers_for(workers, len(todo)) if crew is None else max(1, min(crew.drivers, len(todo)))
         with TensorReader(job.checkpoint) as reader, ExitStack() as stack:
             supply = _supply(job, todo, journal, reader, stop)
             if supply is not None:
                 stack.enter_context(supply)
             pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
             lead = ThreadPoolExecutor(drivers, "kizami-shard")
-            slots = Semaphore(workers + max(1, drivers // 2))  # the pool has work while every second driver writes
+            slots = Semaphore(pieces_in_flight(workers, drivers))
             solver = None
             if job.statistics is not None and plan.method.name == "gptq":
                 solver = Solver(job.statistics, plan.steps, reader, job.device, stop)
             calibration = None if job.statistics is None else Calibration(job.statistics, drivers + 1, solver)
             given = Given(journal.partial / FOLDER, plan) if plan.method.name in GIVEN and todo else None
+            buffers, limit = memory_of(plan, workers, crew)
             shop = Shop(
-                plan, reader, Buffers(2 * workers), journal.partial, pool, slots, stop, record.piece, calibration,
-                given, journal.attempt, quantize_linear if compute is None else compute.quantize,
+                plan, reader, buffers, journal.partial, pool, slots, stop, record.piece, calibration, given,
+                journal.attempt, quantize_linear if compute is None else compute.quantize, limit,
             )  # fmt: skip
 
             def convert(shard: Shard) -> None:

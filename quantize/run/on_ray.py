@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from threading import Event
 from typing import Any
 
 from kizami.formats.errors import KizamiError
+from kizami.quantize.max_memory import base_bytes, crew_within
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
 from kizami.quantize.run.job import Job, Record
 from kizami.quantize.run.ray_task import Answer, Parcel, convert_one, journal_begin
@@ -28,6 +29,7 @@ INSTALL = "pip install 'kizami[ray]'"
 TRIES = 4  # of a shard whose worker or node is lost
 PAUSE = 0.2  # seconds between two looks at `stop`
 KNOCK = 10.0  # seconds for a cluster to take a connection
+RAY_BYTES = 90 << 20  # of Ray in a worker's process
 GRACE = 5.0  # seconds in which cancelled tasks may clean up
 
 
@@ -44,20 +46,24 @@ def load_ray() -> Any:
 
 @dataclass(slots=True)
 class RayCluster:
-    """address: as `ray.init` takes it. workers: cores of a task, each of which has one shard; None for one."""
+    """address: as `ray.init` takes it. workers: cores of a task, each of which has one shard; None for one. max_memory:
+    bytes of a task's process, at most."""
 
     address: str = "auto"
     workers: int | None = None
+    max_memory: int | None = None
     _joined: bool = field(default=False, init=False)
 
     def check(self, plan: Plan) -> None:
-        """Joins the cluster. KizamiError "missing_package", "no_cluster", "bad_option"."""
+        """Joins the cluster. KizamiError "missing_package", "no_cluster", "bad_option", "max_memory"."""
         if plan.method.name == "gptq" or plan.method.name in GIVEN:
             raise KizamiError(
                 f"--executor ray with --method {plan.method.name}, which works in one process",
                 code="bad_option",
                 hint="leave --executor out; --shards splits gptq over processes",
             )
+        if self.max_memory is not None:
+            check_tasks(self.max_memory, plan, self.workers or 1)
         ray = load_ray()
         if not ray.is_initialized():
             self._join(ray)
@@ -104,17 +110,24 @@ class RayCluster:
         with redirect_stdout(sys.stderr):  # Ray prints there that a node is dead, whatever it was told about logs
             try:
                 if todo:
-                    _Tasks(load_ray(), self.workers or 1, job, record).run(todo, stop)
+                    _Tasks(load_ray(), self.workers or 1, self.max_memory, job, record).run(todo, stop)
             finally:
                 if self._joined:
                     load_ray().shutdown()
                     self._joined = False
 
 
+def check_tasks(limit: int, plan: Plan, workers: int) -> None:
+    """KizamiError "max_memory" where a shard is too large for a task of its own."""
+    for shard in plan.shards:
+        alone = replace(plan, steps=shard.steps, shards=(shard,))
+        crew_within(limit, alone, workers, base=base_bytes(alone) + RAY_BYTES, finishes=False)
+
+
 class _Tasks:
     """Those of a run. waiting: task -> its shard, and how often that was lost."""
 
-    def __init__(self, ray: Any, workers: int, job: Job, record: Record) -> None:
+    def __init__(self, ray: Any, workers: int, max_memory: int | None, job: Job, record: Record) -> None:
         self._ray, self._job, self._record, self._delivery = ray, job, record, job.remote.delivery
         stats = None if job.statistics is None else str(job.statistics.root.absolute())
         partial = record.journal.partial.absolute()
@@ -127,6 +140,7 @@ class _Tasks:
                 "journal": journal_begin(partial),
                 "stats": stats,
                 "workers": workers,
+                "max_memory": max_memory,
                 "contents": job.contents,
             }
         )

@@ -24,8 +24,8 @@ from kizami.formats.header import Header, read_header
 from kizami.formats.reader import TensorReader
 from kizami.formats.run_log import FOLDER, JOURNAL, read_own
 from kizami.formats.statistics import Statistics
-from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.statistics import Calibration
+from kizami.quantize.max_memory import crew_here, memory_of, pieces_in_flight
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
 from kizami.quantize.run.job_folder import new_attempt
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
@@ -97,12 +97,16 @@ def _convert(errand: dict[str, Any], packed: bytes) -> FinishedShard:
     checkpoint = replace(parcel.checkpoint, headers=_seen_here(parcel.checkpoint, errand))
     calibration = _calibration(plan, errand["stats"])
     warm_up(plan)
-    workers = int(errand["workers"])
+    workers, limit = int(errand["workers"]), errand["max_memory"]
+    crew = None if limit is None else crew_here(int(limit), plan, workers, finishes=False)
+    workers = workers if crew is None else crew.workers
     with TensorReader(checkpoint) as reader, ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(workers, "kizami-compute")) if workers > 1 else None
+        slots = Semaphore(pieces_in_flight(workers, 1))
+        buffers, bytes_in_flight = memory_of(plan, workers, crew)
         shop = Shop(
-            plan, reader, Buffers(2 * workers), partial, pool, Semaphore(workers + 1), Event(), lambda piece: None,
-            calibration, attempt=new_attempt(),
+            plan, reader, buffers, partial, pool, slots, Event(), lambda piece: None, calibration,
+            attempt=new_attempt(), limit=bytes_in_flight,
         )  # fmt: skip
         return convert_shard(shop, shard)
 
