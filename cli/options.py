@@ -25,11 +25,9 @@ MtpName = Literal["quantize", "keep", "drop"]
 def option(*spellings: str, panel: str, help: str, **more: Any) -> Any:
     """A typer option with its environment variable: KIZAMI_ and the long spelling in capitals, or `envvar`."""
     long = next(s for s in spellings if s.startswith("--"))
-    more = {
-        "show_default": False,
-        "show_envvar": False,
-        "envvar": variable(long),
-    } | more  # one sentence says it for all: `kizami --help`
+    # What is not shown here is said for all of them: `kizami --help`
+    quiet: dict[str, Any] = {"show_default": False, "show_envvar": False, "envvar": variable(long)}
+    more = quiet | more
     if more.pop("flag", False):
         more["metavar"] = ""  # not "<bool>"
     return typer.Option(*spellings, help=help, rich_help_panel=panel, **more)

@@ -1,9 +1,8 @@
 """From source bytes to output bytes for one step, in pieces that bound the memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite, prod
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from kizami.quantize.decide import FP8_BLOCK
 from kizami.quantize.fp8 import to_fp8_blocks
 from kizami.quantize.given import Given, chosen_instead, is_given, own_method
 from kizami.quantize.kv_scales.carried import is_kv_scale, scale_values
-from kizami.quantize.linear import Block, Empty, NonFiniteError, PackedLinear, Rows, dequantize_rows, quantize_linear
+from kizami.quantize.linear import NonFiniteError, PackedLinear, dequantize_rows, quantize_linear
 from kizami.quantize.measure import measure
 from kizami.quantize.metrics import ErrorSums
 from kizami.quantize.plan import Step
@@ -36,20 +35,8 @@ ZERO_CODES = np.uint32(0x88888888).view(np.int32)  # a word of eight codes 0
 BYTE_FOR_BYTE = ("copy", "keep_fp8")
 
 
-class Quantize(Protocol):
-    """quantize_linear, or another that gives the same."""
-
-    def __call__(
-        self,
-        weight: Rows,
-        scale: NDArray[np.float32] | None,
-        block: Block | None,
-        group_size: int,
-        method: Method,
-        empty: Empty = ...,
-        /,
-        **more: Any,
-    ) -> PackedLinear: ...
+Quantize = Callable[..., PackedLinear]
+"""quantize_linear, or another that takes the same and gives the same."""
 
 
 @dataclass(frozen=True, slots=True)
