@@ -12,20 +12,14 @@ import pytest
 from cli_fixtures import Run, in_this_process, process
 
 THE_LAST = "test_the_table_of_faults_is_that_of_this_run"
-WITH_ROWS = "test_faults"  # begins the names of the files whose tests count for that table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-faults-table", action="store_true", help="write docs/faults.md from this run")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`pytest -n N --dist loadgroup` gives the tests of a file to one process, which makes their fixtures once."""
     items.sort(key=lambda item: item.name == THE_LAST)
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group(WITH_ROWS if name.startswith(WITH_ROWS) else name))
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
 """docs/faults.md: which faults the tests inject, at how many points, and what comes of it. The tests are its source.
 
-A test adds its rows with the fixture `fault_row(fault, points, outcome)`, after its assertions. The last test of a run
-holds the file to the rows of the run; `python -m pytest --rewrite-faults-table` writes them instead. Rows of tests
+A test adds its rows with the fixture `fault_row(fault, points, outcome)`, after its assertions. The last test of its
+file holds the file to the rows of the run; `python -m pytest --rewrite-faults-table` writes them instead. Rows of tests
 that did not run are kept as they are.
 """
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 COUNTED_WITH = (3, 11)
 ROOT = Path(__file__).parent.parent
@@ -76,3 +78,15 @@ def merged(rows: list[Row], whole: bool) -> list[Row]:
 
 def render(rows: list[Row]) -> str:
     return HEAD + "".join(f"{row}\n" for row in rows)
+
+
+def hold(options: Any, args: Sequence[str]) -> None:
+    """The file against the rows of the tests that this process has run; or written anew."""
+    chosen = options.markexpr not in ("", "not long")  # the default leaves out nothing that has a row
+    whole = not (options.keyword or chosen or any("::" in argument for argument in args))
+    rows = merged(ROWS, whole)
+    if options.rewrite_faults_table:
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(render(rows), encoding="utf-8")
+    assert TABLE.read_text(encoding="utf-8").startswith(HEAD)
+    assert [row.as_counted() for row in read()] == [row.as_counted() for row in rows]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import faults
+import faults_table
 import pytest
 from fault_calls import CHANGES, LOOKS, NEW, PARTIAL, READS, SOURCE, Point
 from fault_disk import CUTS
@@ -304,3 +305,8 @@ def test_a_disk_that_is_really_full_keeps_what_is_finished(bench: Bench, fault_r
     assert met.another.code in (1, 2)
     assert met.another.talk == ""
     fault_row("a tmpfs that is full after the first shards", 1, "refused; with more room resumed")
+
+
+def test_the_table_of_faults_is_that_of_this_run(request: pytest.FixtureRequest) -> None:
+    """As in test_faults_outside.py: `pytest -n N --dist loadfile` has this file in a process of its own."""
+    faults_table.hold(request.config.option, request.config.args)

@@ -334,13 +334,4 @@ def test_the_script_that_kills_at_random_finds_no_difference(
 
 def test_the_table_of_faults_is_that_of_this_run(request: pytest.FixtureRequest) -> None:
     """Runs last, see conftest.py. `--rewrite-faults-table` writes docs/faults.md."""
-    options = request.config.option
-    chosen = options.markexpr not in ("", "not long")  # the default leaves out nothing that has a row
-    whole = not (options.keyword or chosen or any("::" in argument for argument in request.config.args))
-    rows = faults_table.merged(faults_table.ROWS, whole)
-    if options.rewrite_faults_table:
-        faults_table.TABLE.parent.mkdir(exist_ok=True)
-        faults_table.TABLE.write_text(faults_table.render(rows), encoding="utf-8")
-    found = [row.as_counted() for row in faults_table.read()]
-    assert faults_table.TABLE.read_text(encoding="utf-8").startswith(faults_table.HEAD)
-    assert found == [row.as_counted() for row in rows]
+    faults_table.hold(request.config.option, request.config.args)
