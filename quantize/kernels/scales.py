@@ -8,7 +8,7 @@ from kizami.quantize.kernels.jit import kernel
 from kizami.quantize.kernels.lanes import CHUNK
 from kizami.quantize.kernels.rows import Array, round_bf16
 from kizami.quantize.kernels.search_tables import COUNT
-from kizami.quantize.kernels.search_vectors import smallest, value_error
+from kizami.quantize.kernels.search_vectors import add_value_errors, smallest
 from kizami.quantize.kernels.vectors import ROUND
 
 SMALLEST_SCALE = np.float32(2.0**-126)  # smallest normal float32: below it scales lose bits, codes are no longer exact
@@ -72,12 +72,12 @@ def value_units(values: Array, begin: int, m: Any, units: Array) -> None:
 
 @kernel
 def sum_values(relative: Array, divisors: Array, sums: Array, at: int) -> None:
-    """sums[at : at + COUNT]: error of each candidate, as integers relative to the square of m / VALUE_QUANTUM."""
+    """sums[at : at + COUNT], zeros before: error of each candidate, as integers relative to the square of
+    m / VALUE_QUANTUM."""
+    for o in range(0, relative.size, CHUNK):
+        add_value_errors(relative, o, divisors, sums, at)
     for j in range(COUNT):
-        total: Any = 0
-        for o in range(0, relative.size, CHUNK):
-            total += value_error(relative, o, np.float32(divisors[j]))
-        sums[at + j] = np.int32(np.rint(total / (divisors[j] * divisors[j])))
+        sums[at + j] = np.int32(np.rint(sums[at + j] / (divisors[j] * divisors[j])))
 
 
 @kernel

@@ -6,7 +6,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from kizami.quantize.kernels.lanes import CHUNK, F32, I8, I16, I32, I64, Lanes, constant
+from kizami.quantize.kernels.lanes import CHUNK, F32, F64, I8, I16, I32, I64, Lanes, constant
 from kizami.quantize.kernels.search_tables import COUNT
 from kizami.quantize.kernels.vectors import (
     HIGHEST,
@@ -125,22 +125,36 @@ def _fit(
     return types.void(weights, index, real, real, units, fit, index), build
 
 
-def _value_error_python(relative: Any, at: int, divisor: Any) -> int:
-    x = relative[at : at + CHUNK] * F(divisor)
+def _add_errors_python(relative: Any, at: int, divisors: Any, sums: Any, begin: int) -> None:
+    x = relative[at : at + CHUNK, None] * divisors.astype(F)
     e = x - ((np.minimum(np.maximum(x, F(LOWEST)), F(HIGHEST)) + F(ROUND)) - F(ROUND))
-    return int((e * e * F(VALUE_QUANTUM)).astype(np.int32).sum())
+    sums[begin : begin + COUNT] += (e * e * F(VALUE_QUANTUM)).astype(np.int32).sum(axis=0, dtype=np.int32)
 
 
-def _value_error(typing: Any, relative: Any, at: Any, divisor: Any) -> tuple[Any, Any]:
+def _add_errors(typing: Any, relative: Any, at: Any, divisors: Any, sums: Any, begin: Any) -> tuple[Any, Any]:
+    """A lane is a candidate, and weights follow each other: with a weight to a lane every candidate's sum would have to
+    be folded, which took as long as the errors themselves."""
+
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = Lanes(context, builder, signature, args)
-        x = builder.fmul(v.load(0, args[1], F32), v.splat(args[2]))
-        q, _ = nearest_integer(v, x)
-        e = builder.fsub(x, q)
-        steps = v.cast("fptosi", builder.fmul(builder.fmul(e, e), constant(F32, VALUE_QUANTUM)), I32)
-        return builder.sext(v.fold(steps, 1), I64)
+        divisor = v.cast("fptrunc", v.load(2, I64(0), F64, COUNT), F32)
+        total = v.load(3, args[4], I32, COUNT)
+        for i in range(CHUNK):
+            total = builder.add(total, squared_steps(v, v.scalar(0, v.plus(args[1], i), F32), divisor))
+        v.store(total, 3, args[4])
+        return context.get_dummy_value()
 
-    return types.int64(relative, types.int64, types.float32), build
+    index = types.int64
+    return types.void(relative, index, divisors, sums, index), build
+
+
+def squared_steps(v: Lanes, weight: Any, divisor: Any) -> Any:
+    """int32 of each divisor: the squared error of one weight, W/m, in steps of 1/VALUE_QUANTUM, cut to an integer."""
+    lanes = divisor.type.count
+    x = v.build.fmul(v.splat(weight, lanes), divisor)
+    q, _ = nearest_integer(v, x)
+    e = v.build.fsub(x, q)
+    return v.cast("fptosi", v.build.fmul(v.build.fmul(e, e), constant(F32, VALUE_QUANTUM, lanes)), I32)
 
 
 # (table uint16, top, flip, codes uint8, begin, sums int32, at): to each of sums[at : at + COUNT] the sum, at most
@@ -154,6 +168,7 @@ smallest: Any = either(*smallest_of(WIDTHS))
 # q * units and of q^2, for the nearest codes q of weights[begin : begin + CHUNK] under `step`. Units are integers, of
 # e4m3 bytes CODE_UNITS times their values, of float32 units [CHUNK]; q * units stays below 2^24, 32 of them below 2^31.
 fit_codes: Any = either(_fit_python, _fit)
-# (relative float32, at, divisor): the squared error, in steps of 1/VALUE_QUANTUM squared code steps, cut to integers,
-# of relative[at : at + CHUNK] under the scale 1 / divisor.
-value_error: Any = either(_value_error_python, _value_error)
+# (relative float32, at, divisors float64 [COUNT], sums int32, begin): to each of sums[begin : begin + COUNT] the
+# squared error, in steps of 1/VALUE_QUANTUM squared code steps, cut to integers, of relative[at : at + CHUNK] under the
+# scale 1 / divisor.
+add_value_errors: Any = either(_add_errors_python, _add_errors)

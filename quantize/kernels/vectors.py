@@ -183,7 +183,7 @@ def round_codes(v: Lanes, x: Any, step: Any, is_minmax: bool) -> tuple[Any, Any]
 
 def nearest_integer(v: Lanes, quotient: Any) -> tuple[Any, Any]:
     """The same of W / s."""
-    low, high, magic = (constant(F32, value) for value in (LOWEST, HIGHEST, ROUND))
+    low, high, magic = (constant(F32, value, quotient.type.count) for value in (LOWEST, HIGHEST, ROUND))
     bounded = v.build.select(v.build.fcmp_ordered(">", quotient, low), quotient, low)
     bounded = v.build.select(v.build.fcmp_ordered("<", bounded, high), bounded, high)
     rounded = v.build.fadd(bounded, magic)

@@ -32,11 +32,11 @@ from kizami.quantize.kernels.search_tables import WEIGHTED_COUNT, WEIGHTED_MINUS
 from kizami.quantize.kernels.search_vectors import CODE_UNITS
 from kizami.quantize.kernels.vectors import SUMS
 from kizami.quantize.kernels.weighted_vectors import (
+    add_candidate_errors,
     add_weighted_rows,
     fit_weighted,
     smallest_weighted,
     weighted_errors,
-    weighted_value_error,
 )
 
 # Candidates are compared with weights that add up to 2^15 in each group, so that 16 bits hold each of them and 32 the
@@ -50,7 +50,7 @@ class Columns(NamedTuple):
     """shares: int16 [K], integers that add up to SHARES per group (at least 1 each); exact: float64 [K], the integer
     weights themselves; h: float64 [K], mean squares, for what is reported; fit: float64 [groups * 2], memory; sums:
     float64 [2 * SUMS], lanes of h W^2 and h E^2, which go on from one run of rows to the next; row: the same of the row
-    in work; candidates: int32 [WEIGHTED_COUNT] of BATCH groups, memory."""
+    in work; candidates: int32 [WEIGHTED_COUNT] of BATCH groups, and errors: int64 [WEIGHTED_COUNT], memory."""
 
     shares: Array
     exact: Array
@@ -59,6 +59,7 @@ class Columns(NamedTuple):
     sums: Array
     row: Array
     candidates: Array
+    errors: Array
 
 
 def column_shares(weights: NDArray[np.int64], group_size: int) -> NDArray[np.float64]:
@@ -77,6 +78,7 @@ def new_columns(weights: NDArray[np.int64], h: NDArray[np.float64], span: Span) 
         aligned(np.float64, 2 * SUMS),
         aligned(np.float64, 2 * SUMS),
         aligned(np.int32, BATCH * WEIGHTED_COUNT),
+        aligned(np.int64, WEIGHTED_COUNT),
     )
     columns.shares[:] = column_shares(weights, span.relative.size)
     columns.exact[:] = weights
@@ -85,14 +87,16 @@ def new_columns(weights: NDArray[np.int64], h: NDArray[np.float64], span: Span) 
 
 
 @kernel
-def sum_weighted_values(relative: Array, divisors: Array, shares: Array, column: int, sums: Array, at: int) -> None:
-    """As scales.sum_values; a weight of the mean share counts as there."""
+def sum_weighted_values(
+    relative: Array, divisors: Array, shares: Array, column: int, errors: Array, sums: Array, at: int
+) -> None:
+    """As scales.sum_values; a weight of the mean share counts as there. errors: memory."""
     mean = np.float64(SHARES) / relative.size
+    errors[:] = 0
+    for o in range(0, relative.size, CHUNK):
+        add_candidate_errors(relative, o, divisors, shares, column + o, errors)
     for j in range(WEIGHTED_COUNT):
-        total: Any = 0
-        for o in range(0, relative.size, CHUNK):
-            total += weighted_value_error(relative, o, np.float32(divisors[j]), shares, column + o)
-        sums[at + j] = np.int32(np.rint(total / (divisors[j] * divisors[j] * mean)))
+        sums[at + j] = np.int32(np.rint(errors[j] / (divisors[j] * divisors[j] * mean)))
 
 
 @kernel
@@ -107,7 +111,7 @@ def choose_weighted(source: Any, first: int, groups: int, per_group: int, search
         search.table,
         search.divisors,
     )
-    shares, by_row = columns.shares, columns.shares.size // (per_group * CHUNK)
+    errors, shares, by_row = columns.errors, columns.shares, columns.shares.size // (per_group * CHUNK)
     for batch in range(0, groups, BATCH):
         end = min(batch + BATCH, groups)
         sums[:] = 0
@@ -122,7 +126,7 @@ def choose_weighted(source: Any, first: int, groups: int, per_group: int, search
                     )
             else:
                 relative_values(values, chunk * CHUNK, extreme[k], relative)
-                sum_weighted_values(relative, divisors, shares, column, sums, at)
+                sum_weighted_values(relative, divisors, shares, column, errors, sums, at)
         if is_code:
             for i in range(sums.size):
                 sums[i] = np.int32(sums[i] >> DROPPED_BITS)

@@ -9,7 +9,13 @@ from numba.core import types
 
 from kizami.quantize.kernels.lanes import CHUNK, F32, F64, I8, I16, I32, I64, Lanes, constant
 from kizami.quantize.kernels.search_tables import WEIGHTED_COUNT
-from kizami.quantize.kernels.search_vectors import CODE_UNITS, INDEX_BITS, VALUE_QUANTUM, smallest_of
+from kizami.quantize.kernels.search_vectors import (
+    CODE_UNITS,
+    INDEX_BITS,
+    VALUE_QUANTUM,
+    smallest_of,
+    squared_steps,
+)
 from kizami.quantize.kernels.vectors import (
     HIGHEST,
     LOWEST,
@@ -20,7 +26,6 @@ from kizami.quantize.kernels.vectors import (
     e4m3_python,
     either,
     is_code,
-    nearest_integer,
     round_codes,
 )
 
@@ -61,24 +66,31 @@ def _add_rows(
     return types.void(table, index, index, codes, index, shares, index, sums, index), build
 
 
-def _value_error_python(relative: Any, at: int, divisor: Any, shares: Any, column: int) -> int:
-    x = relative[at : at + CHUNK] * F(divisor)
+def _add_errors_python(relative: Any, at: int, divisors: Any, shares: Any, column: int, sums: Any) -> None:
+    x = relative[at : at + CHUNK, None] * divisors.astype(F)
     e = x - ((np.minimum(np.maximum(x, F(LOWEST)), F(HIGHEST)) + F(ROUND)) - F(ROUND))
     steps = (e * e * F(VALUE_QUANTUM)).astype(np.int32).astype(np.int64)
-    return int((steps * shares[column : column + CHUNK]).sum())
+    sums += (steps * shares[column : column + CHUNK, None]).sum(axis=0)
 
 
-def _value_error(typing: Any, relative: Any, at: Any, divisor: Any, shares: Any, column: Any) -> tuple[Any, Any]:
+def _add_errors(
+    typing: Any, relative: Any, at: Any, divisors: Any, shares: Any, column: Any, sums: Any
+) -> tuple[Any, Any]:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = Lanes(context, builder, signature, args)
-        x = builder.fmul(v.load(0, args[1], F32), v.splat(args[2]))
-        q, _ = nearest_integer(v, x)
-        e = builder.fsub(x, q)
-        steps = v.cast("fptosi", builder.fmul(builder.fmul(e, e), constant(F32, VALUE_QUANTUM)), I32)
-        products = builder.mul(v.cast("sext", steps, I64), v.cast("sext", v.load(3, args[4], I16), I64))
-        return v.fold(products, 1)
+        for k, width in enumerate(WIDTHS):
+            place = I64(sum(WIDTHS[:k]))
+            divisor = v.cast("fptrunc", v.load(2, place, F64, width), F32)
+            total = v.load(5, place, I64, width)
+            for i in range(CHUNK):
+                steps = squared_steps(v, v.scalar(0, v.plus(args[1], i), F32), divisor)
+                share = v.splat(builder.sext(v.scalar(3, v.plus(args[4], i), I16), I64), width)
+                total = builder.add(total, builder.mul(v.cast("sext", steps, I64), share))
+            v.store(total, 5, place)
+        return context.get_dummy_value()
 
-    return types.int64(relative, types.int64, types.float32, shares, types.int64), build
+    index = types.int64
+    return types.void(relative, index, divisors, shares, index, sums), build
 
 
 def _fit_python(
@@ -172,8 +184,9 @@ def _errors(
 add_weighted_rows: Any = either(_add_rows_python, _add_rows)
 # As search_vectors.smallest, of WEIGHTED_COUNT sums.
 smallest_weighted: Any = either(*smallest_of(WIDTHS))
-# (relative float32, at, divisor, shares int16, column): as value_error, each weight's squared error times its share.
-weighted_value_error: Any = either(_value_error_python, _value_error)
+# (relative float32, at, divisors float64 [WEIGHTED_COUNT], shares int16, column, sums int64 [WEIGHTED_COUNT]): as
+# search_vectors.add_value_errors, each weight's squared error times its share.
+add_candidate_errors: Any = either(_add_errors_python, _add_errors)
 # (weights, begin, scale, step, units, exact float64, column, fit float64 [groups * 2], group): as fit_codes, with
 # weights exact[column : column + CHUNK], integers up to 2^17: sums over a group of 128 stay below 2^42.
 fit_weighted: Any = either(_fit_python, _fit)

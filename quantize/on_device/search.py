@@ -53,7 +53,7 @@ def code_sums(groups: Groups, search: Candidates) -> torch.Tensor:
 
 
 def value_steps(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """int32 [G, g]: search_vectors.value_error of each weight, x relative to the extreme."""
+    """int32 [G, g]: search_vectors.squared_steps of each weight, x relative to the extreme."""
     x = x * divisor
     e = x - x.clamp(LOWEST, HIGHEST).round()
     return ((e * e) * VALUE_QUANTUM).int()
