@@ -15,12 +15,31 @@ number never used twice, new whenever the page is acquired or released. None of 
 """
 
 from collections import OrderedDict, deque
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from page_traffic import Guard, Held, Ints, Load, Request, Tally, Writes
+from page_traffic import Held, Ints, Load, Request, Tally, Writes
 
 WRONG = 0x5A5A_5A5A  # xor'ed into the KV of a request that read wrong bytes
+
+
+class Guard(Protocol):
+    """What a mode does at each point. Pages are ids, tags int32; the guard sees nothing of the ledger."""
+
+    def acquire(self, pages: list[int]) -> list[int]: ...
+
+    def release(self, pages: list[int], tags: list[int]) -> list[bool]:
+        """False: refused, the page is not the caller's."""
+
+    def hit(self, page: int, tag: int) -> bool:
+        """False: the prefix cache's page is not the one it kept."""
+
+    def landed(self, writes: Writes, cells: Ints, known: bool) -> None:
+        """known: somebody still counts on these writes, and so can note that they landed."""
+
+    def flags(self, world: "World", batch: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """bool [rows]: requests of the batch to abort."""
 
 
 class World:

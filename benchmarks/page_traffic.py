@@ -2,13 +2,9 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from page_simulator import World
 
 Ints = npt.NDArray[np.int64]
 Held = tuple[int, int, int]  # a page as its holder knows it: id, tag (the bits of a u32 as an int32), lease
@@ -43,24 +39,6 @@ class Writes:
     owner: Ints
     lease: Ints
     counted: bool = True
-
-
-class Guard(Protocol):
-    """What a mode does at each point. Pages are ids, tags int32; the guard sees nothing of the ledger."""
-
-    def acquire(self, pages: list[int]) -> list[int]: ...
-
-    def release(self, pages: list[int], tags: list[int]) -> list[bool]:
-        """False: refused, the page is not the caller's."""
-
-    def hit(self, page: int, tag: int) -> bool:
-        """False: the prefix cache's page is not the one it kept."""
-
-    def landed(self, writes: Writes, cells: Ints, known: bool) -> None:
-        """known: somebody still counts on these writes, and so can note that they landed."""
-
-    def flags(self, world: "World", batch: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """bool [rows]: requests of the batch to abort."""
 
 
 @dataclass(slots=True)
