@@ -118,7 +118,7 @@ def convert(
                     part.shards(plan)  # refuses those of another plan
                 follow.planned(plan, shown(checkpoint), part)
                 if dry_run:
-                    ahead = look_ahead(ui, plan, checkpoint, prepared.mirror, hub)
+                    ahead = look_ahead(ui, plan, checkpoint, prepared.mirror, out, hub)
                     _show_dry_run(ui, plan, checkpoint, prepared.statistics, out, tp, ahead, crew)
                     follow.write("finished", dry_run=True)
                     return

@@ -16,6 +16,7 @@ from kizami.formats.errors import KizamiError
 if TYPE_CHECKING:
     from kizami.formats.checkpoint import Checkpoint
     from kizami.formats.hub.mirror import Mirror
+    from kizami.formats.hub.target import Target
     from kizami.quantize.plan import Plan
     from kizami.quantize.report import Row
     from kizami.quantize.run.delivery import Delivery
@@ -71,13 +72,10 @@ def remote_of(
 
 
 def look_ahead(
-    ui: Ui, plan: "Plan", checkpoint: "Checkpoint", mirror: "Mirror | None", asked: HubAsked
+    ui: Ui, plan: "Plan", checkpoint: "Checkpoint", mirror: "Mirror | None", out: Path, asked: HubAsked
 ) -> dict[str, Any]:
     """What `remote_of` would refuse, for a dry run: nothing is made on the Hub. scratch_bytes: the least that the limit
     may be, None where there is none. KizamiError as `remote_of`."""
-    from kizami.formats.side_files import find_side_files
-    from kizami.quantize.manifest import CARD
-    from kizami.quantize.place import written_files
     from kizami.quantize.run.supply import check_limit
 
     scratch = None
@@ -86,10 +84,59 @@ def look_ahead(
     found = {"scratch_bytes": scratch, "sheds": asked.delete_pushed, "push_to": asked.push_to, "target": None}
     if asked.push_to is None:
         return found
+    try:
+        seen = _target(ui, plan, checkpoint, mirror, out, asked, make=False)
+    except KizamiError as e:
+        if e.code != "hub_not_found":
+            raise
+        said = "not there, or not shown to this token: the run makes it, and finds out then whether it may"
+        return found | {"target": said}
+    if seen.finished is None:
+        return found | {"target": "takes these files"}
+    lacks = f", but for {counted(len(seen.missing), 'file')}" if seen.missing else ""
+    return found | {"target": f"holds this conversion already{lacks}"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """finished: the manifest there, of a run of this plan, and missing: files that it names and that are gone."""
+
+    target: "Target"
+    finished: dict[str, Any] | None
+    missing: list[str]
+
+
+def _target(
+    ui: Ui,
+    plan: "Plan",
+    checkpoint: "Checkpoint",
+    mirror: "Mirror | None",
+    out: Path,
+    asked: HubAsked,
+    *,
+    make: bool,
+) -> _Seen:
+    """A repository that is seen to take all files. make: as `open_target`."""
+    from kizami.formats.side_files import find_side_files
+    from kizami.quantize.manifest import CARD
+    from kizami.quantize.place import written_files
+    from kizami.quantize.run.delivery import missing_files
+
+    assert asked.push_to is not None
+    if asked.delete_pushed:
+        hub_finished.refuse_going(out)
     names = written_files(plan, find_side_files(checkpoint).copied)
-    return found | {
-        "target": hub_source.look_at_target(ui, asked.push_to, plan.hash, names - {CARD}, private=asked.private)
-    }
+    target, finished = hub_source.open_target(
+        ui, asked.push_to, plan.hash, names - {CARD}, private=asked.private, make=make
+    )
+    missing = []
+    if finished is not None:
+        missing = missing_files(target, finished)
+        hub_finished.refuse_another_source(asked.push_to, finished, checkpoint, mirror)
+    left = names - target.head.files.keys()
+    if left or finished is None:
+        target.check_takes(left)
+    return _Seen(target, finished, missing)
 
 
 def _delivery(
@@ -101,30 +148,21 @@ def _delivery(
     asked: HubAsked,
     max_rel_error: float | None,
 ) -> "Delivery":
-    """To a repository that is seen to take all files. Where it holds all of them already, the program ends here."""
+    """Where the repository holds all files already, the program ends here."""
     from kizami.formats.places import partial_of
-    from kizami.formats.side_files import find_side_files
-    from kizami.quantize.manifest import CARD
-    from kizami.quantize.place import written_files
-    from kizami.quantize.run.delivery import Delivery, missing_files
+    from kizami.quantize.run.delivery import Delivery
 
     assert asked.push_to is not None
-    repo, delete, place = asked.push_to, asked.delete_pushed, partial_of(out)
-    if delete:
-        hub_finished.refuse_going(out)
-    names = written_files(plan, find_side_files(checkpoint).copied)
-    target, finished = hub_source.open_target(ui, repo, plan.hash, names - {CARD}, private=asked.private)
-    if finished is not None:
-        missing = missing_files(target, finished)
-        hub_finished.refuse_another_source(repo, finished, checkpoint, mirror)
-        if delete and not missing and not place.exists():
-            hub_finished.end_of_a_killed_run(ui, target, finished, plan, checkpoint, mirror, out, max_rel_error)
-        hub_finished.tell_of_missing(ui, repo, missing)
-    left = names - target.head.files.keys()
-    if left or finished is None:
-        target.check_takes(left)
-    gate = _gate(max_rel_error, published=finished is not None)
-    return Delivery(target, place, delete, plan.hash, on_card=ui.progress, gate=gate)
+    delete, place = asked.delete_pushed, partial_of(out)
+    seen = _target(ui, plan, checkpoint, mirror, out, asked, make=True)
+    if seen.finished is not None:
+        if delete and not seen.missing and not place.exists():
+            hub_finished.end_of_a_killed_run(
+                ui, seen.target, seen.finished, plan, checkpoint, mirror, out, max_rel_error
+            )
+        hub_finished.tell_of_missing(ui, asked.push_to, seen.missing)
+    gate = _gate(max_rel_error, published=seen.finished is not None)
+    return Delivery(seen.target, place, delete, plan.hash, on_card=ui.progress, gate=gate)
 
 
 def _gate(max_rel_error: float | None, *, published: bool) -> "Callable[[list[Row]], None]":

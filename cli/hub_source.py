@@ -128,38 +128,19 @@ def refuse_nameless_target(repo: str) -> None:
 
 
 def open_target(
-    ui: Ui, repo: str, plan_hash: str, names: Iterable[str], *, private: bool
+    ui: Ui, repo: str, plan_hash: str, names: Iterable[str], *, private: bool, make: bool = True
 ) -> tuple["Target", dict[str, Any] | None]:
-    """Makes the repository, and sees that it can take files of these names; the manifest, if a run of this plan has
-    finished it. KizamiError as `as_refusal`, "push_target"."""
+    """Makes the repository unless it is only looked at, and sees that it can take files of these names; the manifest,
+    if a run of this plan has finished it. KizamiError as `as_refusal`, "push_target"."""
     from kizami.formats.hub.target import Target
     from kizami.quantize.run.delivery import refuse_other_model, stake_of
 
     target = Target(repo, private, patience(ui))
-    head = target.begin()
+    head = target.begin() if make else target.open()
     finished = refuse_other_model(head, plan_hash, lambda name: _read_there(head, name))
     if finished is None:
         target.check_free(names, stake_of(plan_hash))
     return target, finished
-
-
-def look_at_target(ui: Ui, repo: str, plan_hash: str, names: Iterable[str], *, private: bool) -> str:
-    """The same, and makes nothing: what was seen, in words."""
-    from kizami.formats.hub.target import Target
-    from kizami.quantize.run.delivery import refuse_other_model, stake_of
-
-    target = Target(repo, private, patience(ui))
-    try:
-        head = target.open()
-    except KizamiError as e:
-        if e.code != "hub_not_found":
-            raise
-        return "not there, or not shown to this token: the run makes it, and finds out then whether it may"
-    if refuse_other_model(head, plan_hash, lambda name: _read_there(head, name)) is not None:
-        return "holds this conversion already"
-    target.check_free(names, stake_of(plan_hash))
-    target.check_takes(names)
-    return "takes these files"
 
 
 def _read_there(head: "Repository", name: str) -> dict[str, Any]:

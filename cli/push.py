@@ -37,8 +37,9 @@ def push(
     from kizami.cli.hub_source import open_target, refuse_nameless_target
     from kizami.cli.source import finished_output
     from kizami.cli.verify import run_verify, show_verify
+    from kizami.formats.files import file_sha256
     from kizami.formats.hub.target import refuse_too_large
-    from kizami.quantize.manifest import CARD, read_manifest
+    from kizami.quantize.manifest import CARD, MANIFEST, read_manifest
     from kizami.quantize.run.delivery import LAST_MESSAGE, in_commits, stake_of, without_their_card
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
@@ -51,6 +52,7 @@ def push(
         first = found.problems[0]
         said = f"does not verify, and is not pushed: {first.message}"
         raise KizamiError(said, code="not_verified", file=str(folder), tensor=first.tensor, hint="kizami verify OUT")
+    proven_manifest = file_sha256(folder / MANIFEST, MANIFEST)
     manifest = read_manifest(folder)
     shards, others = files_of(folder, manifest)
     refuse_too_large(shards | others)
@@ -58,16 +60,19 @@ def push(
     target, there = open_target(ui, repo, manifest["plan_hash"], names, private=private)
     _check_target(target, there, manifest)
     replaced = _replaced(target, there)
-    others = others if replaced else dict(without_their_card(target.head, others, ui.progress))
+    if not replaced:
+        others = dict(without_their_card(target.head, others, ui.progress))
     stake = stake_of(manifest["plan_hash"])
     stated = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
-    before = sum(target.holds(name, path) for name, path in (shards | others).items())
+    before = sum(target.has(name, sha256) for name, sha256 in stated.items())
+    before += sum(target.holds(name, path) for name, path in others.items())
     for part in in_commits(shards):
         begin, end = next(iter(part)), list(part)[-1]
         commit = target.commit(part, begin if begin == end else f"{begin} to {end}", stake=stake, sha256=stated)
         if target.sent:
             ui.progress(f"pushed {counted(target.sent, 'file')} (commit {commit[:12]})")
-    proven = {name: sha256 for name, sha256 in manifest["files"].items() if name != CARD}  # one may edit the card
+    proven = {**manifest["files"], MANIFEST: proven_manifest}
+    proven.pop(CARD, None)  # one may edit it
     commit = target.commit(others, LAST_MESSAGE, stake=stake, sha256=proven, shards=stated, replaced=replaced)
     nbytes = sum(path.stat().st_size for path in (shards | others).values())
     files = len(shards) + len(others)
@@ -104,12 +109,12 @@ def _check_target(target: "Target", there: dict[str, Any] | None, manifest: dict
         target.check_takes(missing)
 
 
-def _replaced(target: "Target", there: dict[str, Any] | None) -> tuple[str, ...]:
-    """The card, if the one that is there is the one that kizami wrote, byte for byte: a later one takes its place."""
+def _replaced(target: "Target", there: dict[str, Any] | None) -> dict[str, str]:
+    """The card, if the one that is there is the one that kizami wrote, by its SHA-256: a later one takes its place."""
     from kizami.quantize.manifest import CARD
 
     wrote = None if there is None else there["files"].get(CARD)
-    return (CARD,) if wrote is not None and target.has(CARD, wrote) else ()
+    return {CARD: wrote} if wrote is not None and target.has(CARD, wrote) else {}
 
 
 def files_of(folder: Path, manifest: dict[str, Any]) -> tuple[dict[str, Path], dict[str, Path]]:

@@ -63,13 +63,14 @@ def finish(
     records = [journal.done[shard.number] for shard in plan.shards]
     shards = [{"file": r.file, "bytes": r.nbytes, "sha256": r.sha256} for r in records]
     manifest = build_manifest(plan, shards, files, negative, source_contents, hub_origin(checkpoint.root))
-    write_file_durably(partial / MANIFEST, dump_json(manifest))
+    stated = dump_json(manifest)
+    write_file_durably(partial / MANIFEST, stated)
     remove_attempts(partial, (shard.file for shard in plan.shards))
     check_no_strangers(partial, written_files(plan, side_files), finished=True)
     if delivery is not None:
         fsync_folder(partial)
         delivery.gate(rows)
-        delivery.last({name: partial / name for name in (*files, MANIFEST)}, records)
+        delivery.last({**files, MANIFEST: hashlib.sha256(stated).hexdigest()}, records)
     if delivery is None or not delivery.delete:
         _publish(partial, out)
     return manifest

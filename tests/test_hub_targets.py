@@ -95,6 +95,29 @@ def test_a_dry_run_is_refused_as_the_run_would_be_and_makes_nothing(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("what", ["another shard", "another source", "forged manifest", "OUT.done"])
+def test_a_dry_run_sees_what_is_wrong_with_a_target_that_looks_finished(
+    hub: LocalHub, out: Path, tiny_checkpoint: Path, tmp_path: Path, what: str
+) -> None:
+    source, more = tiny_checkpoint, ()
+    assert run(hub, "push", out, DST).code == 0
+    if what == "another shard":
+        hub.commit(DST, {THIRD: b"other bytes"})
+    elif what == "another source":
+        source = fine_tuned(tiny_checkpoint, tmp_path / "tuned")
+    elif what == "forged manifest":
+        manifest = json.loads((out / "kizami.json").read_text())
+        hub.commit(DST, {"kizami.json": json.dumps(manifest | {"files": 5}).encode()})
+    else:
+        more = ("--delete-pushed",)
+        (tmp_path / "out.done").mkdir()
+        (tmp_path / "out.done" / "mine").write_text("x")
+    words = ("convert", source, tmp_path / "out", *SMALL, "--push-to", DST, *more)
+    dry, real = (refusal(run(hub, *words, *last)) for last in (("--dry-run",), ()))
+    assert dry == real
+
+
+@pytest.mark.long
 def test_a_card_that_kizami_pushed_is_replaced_and_one_that_was_edited_there_stays(
     hub: LocalHub, out: Path, tmp_path: Path
 ) -> None:
@@ -110,7 +133,8 @@ def test_a_card_that_kizami_pushed_is_replaced_and_one_that_was_edited_there_sta
     assert there(hub)["README.md"] != files_of(mine)["README.md"]
 
 
-def test_what_changes_while_it_is_pushed_is_not_published(hub: LocalHub, out: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["config.json", "kizami.json", "tokenizer.json"])
+def test_what_changes_while_it_is_pushed_is_not_published(hub: LocalHub, out: Path, tmp_path: Path, file: str) -> None:
     mine = shutil.copytree(out, tmp_path / "mine")
 
     def edit() -> None:
@@ -120,14 +144,26 @@ def test_what_changes_while_it_is_pushed_is_not_published(hub: LocalHub, out: Pa
                 hub.commits(DST)
                 break
             time.sleep(0.005)
-        (mine / "config.json").write_text("{}")
+        (mine / file).write_text("{}")
 
     editor = Thread(target=edit)
     editor.start()
     error = refusal(run(hub, "push", mine, DST))
     editor.join()
-    assert (error["code"], error["file"]) == ("changed", "config.json")
+    assert (error["code"], error["file"]) == ("changed", file)
     assert not {INDEX, "config.json", "kizami.json"} & there(hub).keys()
+    shutil.copy(out / file, mine / file)
+    again = run(hub, "push", mine, DST)
+    assert (again.code, there(hub)) == (0, files_of(out)), again.err
+
+
+def test_a_strangers_card_that_comes_meanwhile_stays(hub: LocalHub, out: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(out, tmp_path / "mine")
+    assert run(hub, "push", mine, DST).code == 0
+    (mine / "README.md").write_text((mine / "README.md").read_text() + "\nMeasured by me.\n")
+    hub.faults.add(Fault("move", "POST", "/commit/", repo=DST, files={"README.md": b"of somebody else"}))
+    assert run(hub, "push", mine, DST).code == 0
+    assert hub.read(DST, "README.md") == b"of somebody else"
 
 
 def test_a_file_of_the_source_with_the_name_of_our_stake_is_not_taken_for_it(

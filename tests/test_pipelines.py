@@ -115,7 +115,7 @@ def test_a_name_like_an_option_is_none(told: dict[str, str], tmp_path: Path, wor
     assert not (tmp_path / "calls").exists()
 
 
-@pytest.mark.parametrize("limit", ["nan", "inf", "-1", "12%"])
+@pytest.mark.parametrize("limit", ["nan", "inf", "-1", "12%", "1e", ".", "1e400"])
 def test_a_limit_that_is_no_number_is_refused_before_the_work(told: dict[str, str], tmp_path: Path, limit: str) -> None:
     done = run(FOLDER / "pipeline.sh", "src", "out", env=told | {"MAX_REL_ERROR": limit}, cwd=tmp_path)
     assert (done.returncode, (tmp_path / "calls").exists()) == (2, False)
@@ -146,9 +146,34 @@ def test_a_signal_to_the_script_ends_the_command_at_work(
             time.sleep(0.01)
         child.send_signal(number)
         _, err = child.communicate(timeout=20)
-    assert child.returncode == 143
+    assert child.returncode == 128 + number
     assert calls(tmp_path) == ["plan", "ended"]
-    assert "plan: interrupted, exit code 143; the same command goes on" in err
+    assert f"plan: interrupted, exit code {128 + number}; the same command goes on" in err
+
+
+@pytest.mark.parametrize("at", ["plan", "convert", "report", "markdown", "check", "verify"])
+def test_a_signal_that_a_command_has_no_more_ears_for_ends_the_script(
+    told: dict[str, str], tmp_path: Path, at: str
+) -> None:
+    """It ends well, and the next one does not begin."""
+    script = tmp_path / "bin" / "kizami"
+    script.write_text(
+        f'#!/bin/sh\ntrap "" TERM\necho "$@" >> "{tmp_path}/calls"\n'
+        'case $1 in verify | plan | convert) echo "{}" ;; esac\n'
+        'case "$*" in *"$AT"*) sleep 0.5 ;; esac\n'
+    )
+    with subprocess.Popen(
+        ["sh", FOLDER / "pipeline.sh", "src", "out", "me/x"],
+        env=told | {"AT": at},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+    ) as child:
+        while not (tmp_path / "calls").exists() or at not in (tmp_path / "calls").read_text().splitlines()[-1:][0]:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=20)
+    assert child.returncode == 143
+    assert at in calls(tmp_path)[-1]
 
 
 def test_a_variable_of_the_script_wins_over_that_of_the_option(told: dict[str, str], tmp_path: Path) -> None:

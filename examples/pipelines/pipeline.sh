@@ -40,9 +40,10 @@ if [ -n "${KIZAMI_PUSH_TO:-}${KIZAMI_DELETE_PUSHED:-}" ]; then
     say "KIZAMI_PUSH_TO and KIZAMI_DELETE_PUSHED push before anything is proven: REPO is the third argument here"
     exit 2
 fi
-case $limit in
-    *[!0-9.eE+-]* | -*) say "MAX_REL_ERROR is $limit, expected a number such as 0.12"; exit 2 ;;
-esac
+if ! printf '%s\n' "$limit" | grep -Eqx '[+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]{1,2})?'; then
+    say "MAX_REL_ERROR is $limit, expected a number such as 0.12"
+    exit 2
+fi
 private=${KIZAMI_PRIVATE:-}
 unset KIZAMI_PRIVATE KIZAMI_JSON KIZAMI_QUIET KIZAMI_OUTPUT # of commands that are run here in another way
 mkdir -p "$results"
@@ -60,7 +61,9 @@ fail() { # fail NAME CODE
 }
 
 child=
+stopped= # the exit code of a signal to this script
 run() { # run COMMAND...: its exit code. With a command in front of it a shell hears of no signal before that has ended
+    [ -z "$stopped" ] || return "$stopped"
     "$@" &
     child=$!
     ended=0
@@ -70,9 +73,14 @@ run() { # run COMMAND...: its exit code. With a command in front of it a shell h
         wait "$child" || ended=$?
     done
     child=
-    return "$ended"
+    return "${stopped:-$ended}" # also where the command had its last word already
 }
-trap '[ -z "$child" ] || kill -TERM "$child" 2> /dev/null || :' TERM INT
+stop() { # stop CODE
+    stopped=$1
+    [ -z "$child" ] || kill -TERM "$child" 2> /dev/null || :
+}
+trap 'stop 143' TERM
+trap 'stop 130' INT
 
 step() { # step NAME COMMAND...: its object goes to NAME.json; code: how it ended. What it says of a failure is shown
     name=$1
@@ -91,7 +99,7 @@ judge() { # code: 1 if a limit is missed; the files are there in any case
         set -- --against "$src" # the errors of outputs need it
     fi
     run kizami report "$out" "$@" --max-rel-error "$limit" --format junit -o "$results/report.xml" || code=$?
-    KIZAMI_MAX_REL_ERROR="" KIZAMI_MIN_SQNR="" KIZAMI_MAX_OUTPUT_ERROR="" \
+    run env KIZAMI_MAX_REL_ERROR="" KIZAMI_MIN_SQNR="" KIZAMI_MAX_OUTPUT_ERROR="" \
         kizami report "$out" "$@" --format markdown -o "$results/summary.md" || code=$?
     if [ -n "${GITHUB_STEP_SUMMARY:-}" ] && [ -e "$results/summary.md" ]; then
         cat "$results/summary.md" >> "$GITHUB_STEP_SUMMARY"
@@ -139,6 +147,7 @@ else
 fi
 say "verify: ok, $proven"
 
+[ -z "$stopped" ] || fail "before the end" "$stopped"
 if [ -n "$repo" ]; then
     KIZAMI_PRIVATE=$private
     export KIZAMI_PRIVATE

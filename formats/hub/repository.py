@@ -34,6 +34,11 @@ class RemoteFile:
         except FileNotFoundError:
             return False
 
+    def is_of(self, data: bytes) -> bool:
+        digest = self.hasher(len(data))
+        digest.update(data)
+        return digest.hexdigest() == (self.sha256 or self.git)
+
     def hash_of(self, path: Path) -> str:
         """As the Hub makes it: SHA-256, or SHA-1 of Git's blob with its heading."""
         with open(path, "rb", buffering=0) as file:

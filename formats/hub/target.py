@@ -6,14 +6,16 @@ lands late, or a stranger's between two of ours, is an error at the Hub and neve
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.hub.client import Patience, as_refusal, cause_of, hub, hub_utils, patiently, status_of, wait_of
+from kizami.formats.hub.outgoing import Outgoing, refuse_change
 from kizami.formats.hub.ranges import TIMEOUT, read_range
 from kizami.formats.hub.repository import RemoteFile, Repository
 
@@ -25,6 +27,7 @@ MAX_STAKE_BYTES = 1 << 16
 THREADS = 5  # uploads at once, as huggingface_hub has it
 ASKED_AT_ONCE = 256  # files, as huggingface_hub asks
 _PIECE = 8 << 20
+EMPTY: Mapping[str, str] = MappingProxyType({})
 HINTS = {
     401: "`hf auth login`, or HF_TOKEN in the environment: a token that may write there",
     402: "the account's storage or plan is used up: its billing page tells; then the same command again",
@@ -111,33 +114,38 @@ class Target:
         stake: bytes,
         sha256: Mapping[str, str],
         shards: Mapping[str, str] | None = None,
-        replaced: Collection[str] = (),
+        replaced: Mapping[str, str] = EMPTY,
     ) -> str:
         """Adds those that are not there, in one commit, and gives the head's id. stake: what says whose the files are
         as long as the model is not whole, in STAKE. sha256: of `files`, as they were proven; one that is not in it is
         taken as it is. shards: of the last commit, which removes the stake: SHA-256 of all of them, which the very
-        commit that it names as its parent must have. replaced: files of ours that are there with other bytes, as `look`
-        saw last. KizamiError as `as_write_refusal`; "push_target" for a file of another job or person in the place of
-        ours, and for one that the Hub would leave out; "hub_error" for a shard that is lost; "changed" for a file that
-        is not what `sha256` says; "too_large" before anything is sent."""
+        commit that it names as its parent must have. replaced: files, and SHA-256 of what may give way to them there;
+        where something else is there, that stays and they are not sent. KizamiError as `as_write_refusal`;
+        "push_target" for a file of another job or person in the place of ours, and for one that the Hub would leave
+        out; "hub_error" for a shard that is lost; "changed" for a file that is not what `sha256` says; "too_large"
+        before anything is sent."""
         refuse_too_large(files)
+        outgoing = {name: Outgoing.of(name, path, sha256.get(name)) for name, path in files.items()}
         last = shards is not None
         revision: str | None = None
         most = 0
         for tried in range(TRIES):
             head = self.look(revision)
-            left = {name: path for name, path in files.items() if not self.holds(name, path)}
+            left = {name: one for name, one in outgoing.items() if not one.is_there(head.files.get(name))}
+            gives_way = {name for name, old in replaced.items() if name in head.files and self.has(name, old)}
+            for name in replaced.keys() & head.files.keys() - gives_way:
+                left.pop(name, None)
             staked = STAKE in head.files
             self._refuse_loss(shards or {})
             if not left and not (last and staked):
                 self.sent = most
                 return head.commit
             most = max(most, len(left))
-            self._refuse_others(head, left.keys() - set(replaced), stake)
+            self._refuse_others(head, left.keys() - gives_way, stake)
             revision = None
             try:
                 new_stake = None if last or staked else stake
-                revision = self._send(left, message, head.commit, new_stake, sha256, unstake=last and staked)
+                revision = self._send(left, message, head.commit, new_stake, unstake=last and staked)
             except Exception as failure:
                 error = cause_of(failure)
                 seconds = _wait_of(error, tried)
@@ -211,26 +219,19 @@ class Target:
 
     def _send(
         self,
-        files: Mapping[str, Path],
+        files: Mapping[str, Outgoing],
         message: str,
         parent: str,
         stake: bytes | None,
-        sha256: Mapping[str, str],
         *,
         unstake: bool,
     ) -> str:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         api = hub()
-        added: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]  # which hashes them
+        added: list[Any] = [CommitOperationAdd(name, one.content) for name, one in files.items()]  # which hashes them
         for one in added:
-            if sha256.get(one.path_in_repo, one.upload_info.sha256.hex()) != one.upload_info.sha256.hex():
-                raise KizamiError(
-                    "is not the file that was proven: it has changed since, and is not pushed",
-                    code="changed",
-                    file=one.path_in_repo,
-                    hint="leave OUT alone while it is pushed; `kizami verify OUT` names all files that changed",
-                )
+            refuse_change(one.path_in_repo, one.upload_info.sha256.hex(), files[one.path_in_repo].sha256)
         added += [CommitOperationAdd(STAKE, stake)] if stake is not None else []
         api.preupload_lfs_files(self.name, added, num_threads=THREADS)
         self._refuse_ignored([one.path_in_repo for one in added if getattr(one, "_should_ignore", False)])

@@ -78,18 +78,21 @@ class Delivery:
         with self._change:
             self._change.notify_all()
 
-    def last(self, files: Mapping[str, Path], records: Sequence[ShardRecord]) -> str:
-        """Commits what waits, then `files`, and gives the commit's id. records: of all shards, which must be there by
-        then. KizamiError as `Target.commit`."""
+    def last(self, sha256: Mapping[str, str], records: Sequence[ShardRecord]) -> str:
+        """Commits what waits, then the files that `sha256` names, and gives the commit's id. records: of all shards,
+        which must be there by then. KizamiError as `Target.commit`."""
         with self._change:
             self._change.wait_for(lambda: self._error is not None or not self._busy)
             self._raise()
             waiting, self._waiting = self._waiting, []
             self._ended = True
         self._send(waiting)
-        files = without_their_card(self.target.look(), files, self.on_card)
+        ours = {name: self.folder / name for name in sha256}
+        files = without_their_card(self.target.look(), ours, self.on_card)
         shards = {record.file: record.sha256 for record in records}
-        self.commit = self.target.commit(files, LAST_MESSAGE, stake=stake_of(self.plan_hash), sha256={}, shards=shards)
+        self.commit = self.target.commit(
+            files, LAST_MESSAGE, stake=stake_of(self.plan_hash), sha256=sha256, shards=shards
+        )
         if self.target.sent:
             self.on_commit(self.target.sent, self.commit)
         return self.commit
