@@ -16,6 +16,8 @@ from client_fixtures import convert
 from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.kv_scales.neutral import KvScales, LayerScales
 
+pytestmark = pytest.mark.long
+
 SMALL = ("--samples", "2", "--seq-len", "144", "--threads", "1")
 Evaluate = Callable[..., Done]
 

@@ -29,6 +29,8 @@ from kizami.formats.checkpoint import Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.serving.kv_layout import Layout
 
+pytestmark = pytest.mark.long
+
 RAW = Variant("fp8 at 1.0", Layout.RAW)
 
 

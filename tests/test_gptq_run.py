@@ -38,6 +38,8 @@ from kizami.quantize.settings import Method, MethodName, Policy
 from kizami.quantize.threads import Stopped
 from kizami.quantize.verify import verify
 
+pytestmark = pytest.mark.long
+
 # Three experts of a layer and one that no token reached, what all tokens pass, a linear without kept inputs, and MTP.
 TARGETS = (
     r"re:model\.layers\.1\.mlp\.experts\.([0-2]|15)\.\w+_proj$", r"re:model\.layers\.1\.mlp\.shared_experts\.\w+_proj$",

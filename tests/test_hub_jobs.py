@@ -138,6 +138,7 @@ def remote_files(hub: LocalHub) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- a source
 
 
+@pytest.mark.long
 def test_headers_alone_are_read_for_a_plan(hub: LocalHub, twelve: Path, tmp_path: Path) -> None:
     env = hub.environment(tmp_path / "home")
     there, here = run(env, "plan", SRC, "--json"), run(env, "plan", twelve, "--json")
@@ -230,6 +231,7 @@ def test_bytes_that_are_not_the_hubs_are_fetched_again(hub: LocalHub, local: dic
 # ------------------------------------------------------------------------------------------------------------- a target
 
 
+@pytest.mark.long
 def test_shards_are_pushed_while_the_next_are_converted_and_the_index_last(
     hub: LocalHub, local: dict[str, str], twelve: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ from cli_fixtures import Run
 from kizami.calibration.evaluation.lm_eval_logs import Joined, LeftOut, join_logs, read_logs
 from kizami.formats.errors import KizamiError
 
+pytestmark = pytest.mark.long
+
 N = 2000
 Scores = Callable[[int], dict[str, Any]]
 

@@ -10,6 +10,8 @@ import pytest
 from case_runner import assert_converted, assert_refused, error_object, kizami
 from make_cases import DOWN, E4M3, GATE, UP, Checkpoint, Tensor, bf, bf16, bf16_to_f32, f8, f32, grid, mini, tiny
 
+pytestmark = pytest.mark.long
+
 Save = Callable[[Checkpoint], Path]
 PLACES = {
     "expert": "model.layers.1.mlp.experts.3.down_proj",

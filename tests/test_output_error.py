@@ -29,6 +29,8 @@ from kizami.quantize.pipeline import run
 from kizami.quantize.planner import build_plan
 from kizami.quantize.settings import Form, Method, Policy, Rest
 
+pytestmark = pytest.mark.long
+
 WHOLE: tuple[tuple[str, Form], ...] = (("shared_expert", "int4"), ("dense_mlp", "int4"))
 
 

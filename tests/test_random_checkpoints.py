@@ -9,6 +9,8 @@ import pytest
 from case_runner import assert_converted, error_object, kizami
 from random_checkpoints import DTYPES, random_case
 
+pytestmark = pytest.mark.long
+
 SEEDS = range(40)
 
 

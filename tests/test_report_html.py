@@ -27,6 +27,8 @@ from kizami.quantize.figures import error_map, expert_errors
 from kizami.quantize.report import pooled_error, read_report
 from kizami.quantize.weight_figures import weight_figures
 
+pytestmark = pytest.mark.long
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SECTIONS = (
     "What was done", "Error by layer and module", "Experts", "The worst tensors", "Clipped weights and groups of zeros",

@@ -15,6 +15,8 @@ from kizami.formats.errors import KizamiError
 from kizami.quantize.comparison import compare_rows, ratio_map
 from kizami.quantize.report import encode_row, measured, pooled_error, read_report
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def outputs(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

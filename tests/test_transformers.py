@@ -23,7 +23,7 @@ from scripts import script
 from transformers import AutoTokenizer, CompressedTensorsConfig
 
 # transformers warns of every option passed beside a checkpoint's own quantization_config; it then honours `dequantize`.
-pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")]
 
 FAMILIES = ["glm", "kimi_k2", "kimi_k25"]
 TEXT = "The default encoding of source code is UTF-8.\n\ndef main(argv=None):\n    parser = argparse.ArgumentParser()\n"
