@@ -145,7 +145,7 @@ import contextlib, faulthandler, io, os, signal, sys
 from itertools import count
 from kizami.cli.app import main
 step, again, *words = sys.argv[1:]
-PLACES = ("concurrent/futures", "/threading.py", "ze/pipeline.py", "ze/local_pool.py", "ze/executor.py")
+PLACES = ("concurrent/futures", "/threading.py", "ze/pipeline.py", "run/local_pool.py", "ze/threads.py")
 def call(out):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
