@@ -192,6 +192,7 @@ def show_shards(ui: Ui, body: dict[str, Any]) -> None:
 def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
     from kizami.quantize.manifest import read_manifest
     from kizami.quantize.report import (
+        SUMMED,
         fallback_reason,
         fallbacks,
         measured,
@@ -201,7 +202,7 @@ def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
         worst_tensors,
     )
 
-    manifest, rows = read_manifest(out), read_report(out)
+    manifest, rows = read_manifest(out), read_report(out, SUMMED)
     worst = worst_tensors(rows, 1)
     return {
         "out": str(out),
@@ -229,11 +230,11 @@ def convert_body(plan: "Plan", out: Path, seconds: float) -> dict[str, Any]:
 
 def exceeding(out: Path, max_rel_error: float | None) -> list[dict[str, Any]]:
     """Packed tensors above the threshold, the worst first."""
-    from kizami.quantize.report import over_threshold, read_report
+    from kizami.quantize.report import SUMMED, over_threshold, read_report
 
     if max_rel_error is None:
         return []
-    rows = over_threshold(read_report(out), max_rel_error)
+    rows = over_threshold(read_report(out, SUMMED), max_rel_error)
     return [{"name": row["name"], "rel_error": row["rel_error"]} for row in rows]
 
 

@@ -1,7 +1,7 @@
 """The rates behind an estimate: measured here in under a second, or static; and how an estimate reads."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -43,12 +43,13 @@ To = Annotated[
 @dataclass(frozen=True, slots=True)
 class Measured:
     """rates: None for static ones. read, write: of the disks, as far as they were measured. notes: what was not
-    measured, and why."""
+    measured, and why. work: of the plan, if it was added up."""
 
     rates: "Rates | None" = None
     read: "DiskSpeed | None" = None
     write: "DiskSpeed | None" = None
     notes: tuple[str, ...] = ()
+    work: "Work | None" = None
 
 
 UNMEASURED = Measured()
@@ -78,10 +79,10 @@ def measure(plan: "Plan", checkpoint: "Checkpoint", how: MeasureName, to: Path |
         return Measured(notes=("the time to fetch the source from the Hub is not in the estimate",))
     if how == "never":
         return Measured()
-    static = static_rates(plan.method.name, workers)
-    if how == "auto" and to is None and _seconds(work_of(plan), static, workers) < LONG_SECONDS:
-        return Measured()
-    return _measure(plan, checkpoint, place, static, workers)
+    static, work = static_rates(plan.method.name, workers), work_of(plan)
+    if how == "auto" and to is None and _seconds(work, static, workers) < LONG_SECONDS:
+        return Measured(work=work)
+    return replace(_measure(plan, checkpoint, place, static, workers), work=work)
 
 
 def _seconds(work: "Work", rates: "Rates", workers: int) -> float:
@@ -148,7 +149,7 @@ def estimate_body(plan: "Plan", workers: int, measured: Measured, crew: "Crew | 
     from kizami.quantize.estimate import estimate
 
     workers = workers if crew is None else crew.workers
-    guess = estimate(plan, plan.method.name, workers, measured.rates)
+    guess = estimate(plan, plan.method.name, workers, measured.rates, measured.work)
     took, rates = guess.duration, guess.rates
     return {
         "workers": workers,

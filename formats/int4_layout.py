@@ -25,7 +25,7 @@ dtype (gptq_moe.py:234-250), so BF16 beyond F16's range would be changed there w
 from typing import Literal, get_args
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.tensors import TensorInfo, TensorSpec
+from kizami.formats.tensors import TensorInfo, TensorSpec, one_shape
 
 Format = Literal["pack-quantized", "gptq", "gptq_v2", "awq", "w4afp8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -56,9 +56,9 @@ def packed_specs(module: str, rows: int, cols: int, group_size: int) -> tuple[Te
     _check_shape(module, rows, cols, group_size)
     packed, shape, scale = packed_names(module)
     return (
-        TensorSpec(packed, "I32", (rows, cols // VALUES_PER_WORD)),
+        TensorSpec(packed, "I32", one_shape((rows, cols // VALUES_PER_WORD))),
         TensorSpec(shape, "I32", (2,)),
-        TensorSpec(scale, "BF16", (rows, cols // group_size)),
+        TensorSpec(scale, "BF16", one_shape((rows, cols // group_size))),
     )
 
 

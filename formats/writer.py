@@ -145,14 +145,15 @@ def make_folders_durably(folder: Path) -> None:
         fsync_folder(path.parent)
 
 
-def write_file_durably(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`: whole and durable when this returns, absent or as before if it raises.
+def write_file_durably(path: Path, data: bytes) -> str:
+    """Writes `data` to `path`: whole and durable when this returns, absent or as before if it raises. Returns the
+    SHA-256.
 
     KizamiError "io_error".
     """
     with AtomicFile(path) as file:
         file.write(data)
-        file.commit()
+        return file.commit()
 
 
 def _as_bytes(data: Any) -> memoryview:

@@ -9,6 +9,7 @@ from kizami.quantize.calibrated.solver import SOLVER_WORKERS
 from kizami.quantize.calibrated.solver_cost import SOLVE_RATE, solve_bytes, solve_operations
 from kizami.quantize.plan import Plan
 from kizami.quantize.settings import CALIBRATED, MethodName
+from kizami.quantize.threads import drivers_for
 
 Limit = Literal["cpu", "read", "write"]
 
@@ -18,7 +19,11 @@ PACK_RATES: Mapping[MethodName, float] = {
     "llmcompressor-gptq": 5e6, "llmcompressor-awq": 5e6,
 }  # fmt: skip
 MOVE_RATE = 400e6  # decoded to BF16, copied or kept: bound by memory and disk
-BASE_BYTES = 236 << 20  # interpreter, numpy, numba, compiled kernels, write buffers
+PROCESS_BYTES = 190 << 20  # interpreter, numpy, numba, all kernels (measured: 181 to 186)
+BASE_BYTES = 236 << 20  # the same, and write buffers
+PLAN_BYTES = 2100  # of a step in plan, index and headers (measured, GLM-5.2: 1,760)
+ROW_BYTES = 5500  # of a step in the report's rows of a shard that is written (measured: 4,800)
+FINISH_BYTES = 2000  # of a step at the end: index, what is summed up of the report's rows, card (measured: 1,500)
 WORKER_BYTES = 4 << 20  # a band of rows, and what is kept of it
 OUTPUTS = 1.3  # packed tensors in memory per worker: one in work, and those that wait to be written (measured: 1.2)
 SURVEY = 1 / 16  # of a packed tensor's weights: two bytes per 32 of them
@@ -116,17 +121,22 @@ def duration_of(work: Work, rates: Rates, workers: int) -> Duration:
     return Duration(cpu, read, write, rates.shared)
 
 
-def estimate(plan: Plan, method: MethodName, workers: int, rates: Rates | None = None) -> Estimate:
-    """rates: what was measured, with as many workers; by default static."""
+def estimate(
+    plan: Plan, method: MethodName, workers: int, rates: Rates | None = None, work: Work | None = None
+) -> Estimate:
+    """rates: what was measured, with as many workers; by default static. work: the plan's, if it is known already."""
     rates = rates or static_rates(method, workers)
-    work = work_of(plan)
+    work = work or work_of(plan)
     duration = duration_of(work, rates, workers)
     largest = max((OUTPUTS * step.nbytes + SURVEY * step.weights for step in plan.packed), default=0.0)
     beside = statistics_bytes(plan, max(2, workers // 2) + 1) if method in CALIBRATED else 0
     if method == "gptq":  # two threads and all cores in turn
         beside, workers = beside + solve_bytes(plan), min(workers, SOLVER_WORKERS)
-    memory = BASE_BYTES + beside + int(workers * (WORKER_BYTES + largest))
-    return Estimate(duration.seconds, memory, duration, rates, work)
+    steps = len(plan.steps)
+    rows = max((len(shard.steps) for shard in plan.shards), default=0) * drivers_for(workers, len(plan.shards))
+    memory = BASE_BYTES + PLAN_BYTES * steps + ROW_BYTES * rows + beside + int(workers * (WORKER_BYTES + largest))
+    end = PROCESS_BYTES + (PLAN_BYTES + FINISH_BYTES) * steps
+    return Estimate(duration.seconds, max(memory, end), duration, rates, work)
 
 
 def statistics_bytes(plan: Plan, layers: int) -> int:

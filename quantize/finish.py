@@ -1,10 +1,9 @@
 """Everything beside the weights, then OUT.partial becomes OUT."""
 
 import errno
-import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from kizami.formats.model_card import render_card
 from kizami.formats.run_log import FOLDER, JOURNAL, is_identity
 from kizami.formats.side_files import copy_side_file, find_side_files
 from kizami.formats.strict_json import dump_json
-from kizami.formats.writer import fsync_folder, write_file_durably
+from kizami.formats.writer import AtomicFile, fsync_folder, write_file_durably
 from kizami.quantize.card import card_facts, hub_origin
 from kizami.quantize.manifest import CARD, CONFIG, MANIFEST, REPORT, build_manifest, read_manifest
 from kizami.quantize.place import check_no_strangers, written_files
 from kizami.quantize.plan import Plan
-from kizami.quantize.report import Row, parse_row
+from kizami.quantize.report import SUMMED, Row, narrowed, parse_row
 from kizami.quantize.run.delivery import Delivery
 from kizami.quantize.run.job_folder import JOURNAL_FILE, is_regular, read_journal, remove_attempts
 from kizami.quantize.run.journal import Journal, identity_of, source_mtimes
@@ -48,37 +47,45 @@ def finish(
     partial = journal.partial
     _check_shards_are_there(partial, journal, plan, delivery)
     files = {name: copy_side_file(checkpoint, name, partial) for name in side_files}
-    rows = [parse_row(line) for shard in plan.shards for line in _lines(journal.rows_path(shard.number))]
-    weight_map = {spec.name: shard.file for shard in plan.shards for spec in shard.tensors}
-    negative = any(row.get("negative_scale_fraction") for row in rows)
-    written = {
-        INDEX_NAME: encode_index(weight_map, plan.output.bytes),
-        CONFIG: dump_json(plan.config),
-        REPORT: b"".join(journal.rows_path(shard.number).read_bytes() for shard in plan.shards),
-        CARD: _card(plan, checkpoint, rows, negative).encode(),
-    }
-    for name, data in written.items():
-        write_file_durably(partial / name, data)
-        files[name] = hashlib.sha256(data).hexdigest()
+    # One after the other, and the rows last: each takes a megabyte for every few thousand tensors.
+    files[INDEX_NAME] = write_file_durably(partial / INDEX_NAME, _index(plan))
+    files[CONFIG] = write_file_durably(partial / CONFIG, dump_json(plan.config))
+    files[REPORT], rows, negative = _report(plan, journal)
+    files[CARD] = write_file_durably(partial / CARD, _card(plan, checkpoint, rows, negative).encode())
     records = [journal.done[shard.number] for shard in plan.shards]
     shards = [{"file": r.file, "bytes": r.nbytes, "sha256": r.sha256} for r in records]
     manifest = build_manifest(plan, shards, files, negative, source_contents, hub_origin(checkpoint.root))
-    stated = dump_json(manifest)
-    write_file_durably(partial / MANIFEST, stated)
+    stated = write_file_durably(partial / MANIFEST, dump_json(manifest))
     remove_attempts(partial, (shard.file for shard in plan.shards))
     check_no_strangers(partial, written_files(plan, side_files), finished=True)
     if delivery is not None:
         fsync_folder(partial)
         delivery.gate(rows)
-        delivery.last({**files, MANIFEST: hashlib.sha256(stated).hexdigest()}, records)
+        delivery.last({**files, MANIFEST: stated}, records)
     if delivery is None or not delivery.delete:
         _publish(partial, out)
     return manifest
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as f:
-        yield from f
+def _report(plan: Plan, journal: Journal) -> tuple[str, list[Row], bool]:
+    """Joins the rows of all shards to the report: its SHA-256, what its summaries need of them, and whether a scale is
+    negative."""
+    rows: list[Row] = []
+    negative = False
+    with AtomicFile(journal.partial / REPORT) as file:
+        for shard in plan.shards:
+            with open(journal.rows_path(shard.number), "rb") as lines:
+                for line in lines:
+                    file.write(line)
+                    row = parse_row(line)
+                    negative = negative or bool(row.get("negative_scale_fraction"))
+                    rows.append(narrowed(row, SUMMED))
+        return file.commit(), rows, negative
+
+
+def _index(plan: Plan) -> bytes:
+    weight_map = {spec.name: shard.file for shard in plan.shards for spec in shard.tensors}
+    return encode_index(weight_map, plan.output.bytes)
 
 
 def _check_shards_are_there(partial: Path, journal: Journal, plan: Plan, delivery: Delivery | None) -> None:

@@ -7,7 +7,7 @@ plan's hash nor of a journal: the bytes of the output are the same for every lim
     workers     each a band of rows and its stack
     pieces      what is left: quantize/admission.py lets pieces in by their bytes
 
-The end of a run holds all rows of the report and no piece: it has to fit, too.
+The end of a run holds what is summed up of the report's rows and no piece: it has to fit, too.
 """
 
 import ctypes
@@ -26,17 +26,14 @@ from kizami.quantize.admission import UNLIMITED, ByteLimit, Limit, Need
 from kizami.quantize.buffers import Buffers
 from kizami.quantize.calibrated.solver import SOLVER_WORKERS
 from kizami.quantize.calibrated.solver_cost import TORCH_BYTES, solve_peak
-from kizami.quantize.estimate import statistics_bytes
+from kizami.quantize.estimate import FINISH_BYTES, PLAN_BYTES, PROCESS_BYTES, ROW_BYTES, statistics_bytes
 from kizami.quantize.piece_bytes import held_bytes, need_of
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.settings import CALIBRATED
 from kizami.quantize.tensor import Piece, pieces
+from kizami.quantize.threads import drivers_for
 
 MIB = 1 << 20
-PROCESS_BYTES = 190 * MIB  # with all kernels loaded (measured: 181 to 186)
-PLAN_BYTES = 2500  # of a step in plan, index and headers (measured: 2,050)
-ROW_BYTES = 5500  # of a step in the report's rows of a shard that is written (measured: 4,800)
-FINISH_BYTES = 6000  # of a step at the end: all rows, read and summed up (measured: 4,900)
 WORKER_BYTES = 4 * MIB  # beside its piece: stack, the allocator's own reserve
 DRIVER_BYTES = (BLOCKS + 1) * BLOCK_BYTES + MIB  # of a shard's file, and of its report
 MMAP_THRESHOLD = -3  # of mallopt(3), in <malloc.h>
@@ -57,11 +54,6 @@ class Crew:
     @property
     def in_flight(self) -> int:
         return pieces_in_flight(self.workers, self.drivers)
-
-
-def drivers_for(workers: int, shards: int) -> int:
-    """Two at least: while one waits for fsync, the other keeps the workers busy."""
-    return max(1, min(shards, max(2, workers // 2))) if workers > 1 else 1
 
 
 def pieces_in_flight(workers: int, drivers: int) -> int:

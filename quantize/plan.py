@@ -70,11 +70,11 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.outputs)
+        return sum([spec.nbytes for spec in self.outputs])  # a list: asked of every step, and generators take longer
 
     @property
     def source_nbytes(self) -> int:
-        return sum(info.nbytes for info in self.sources)
+        return sum([info.nbytes for info in self.sources])
 
     @property
     def weights(self) -> int:

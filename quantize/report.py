@@ -4,7 +4,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import fsum, log10, prod, sqrt
@@ -19,9 +19,15 @@ from kizami.quantize.manifest import REPORT
 from kizami.quantize.settings import CALIBRATED, GIVEN
 
 Row = dict[str, Any]
+# What role_summaries, worst_tensors, over_threshold and the summaries of methods look at.
+SUMMED = frozenset({
+    "name", "role", "action", "shape", "bytes", "source_bytes", "rel_error", "error_energy", "weight_energy", "method",
+    "fallback", "gptq_reason", "loss_gptq", "loss_weighted", "weighted_rel_error", "tokens",
+})  # fmt: skip
 MAX_REPORT_BYTES = 256 << 20  # Kimi-K2's has 70 MB; it is held in memory
 MAX_LINE_BYTES = 1 << 16  # a row takes 1 kB, with the longest names that a header may have 6 kB; longer lines are cut
 ROW_CRC32 = "row_crc32"  # of the row's own line, without this key: tells which row is damaged
+_UNIQUE = ("name", ROW_CRC32)  # no two rows have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +79,9 @@ def _row_crc32(row: Row) -> str:
     return f"{zlib.crc32(canonical(row).encode()):08x}"
 
 
-def read_report(out: Path) -> list[Row]:
-    """The rows of a finished output, in file order. KizamiError names the line that is not a row, or not as it was
-    written."""
+def read_report(out: Path, keys: Collection[str] | None = None) -> list[Row]:
+    """The rows of a finished output, in file order, with these keys of each (default: all). KizamiError names the line
+    that is not a row, or not as it was written."""
     rows: list[Row] = []
     for number, line, row in _lines(out):
         if row is None or not _is_row(row):
@@ -84,8 +90,13 @@ def read_report(out: Path) -> list[Row]:
             raise KizamiError(
                 f"line {number} is not as it was written", code="bad_report", file=REPORT, tensor=row["name"]
             )
-        rows.append(row)
+        rows.append(row if keys is None else narrowed(row, keys))
     return rows
+
+
+def narrowed(row: Row, keys: Collection[str]) -> Row:
+    """A long report takes a quarter of the memory with the keys that its summaries need."""
+    return {key: value for key, value in row.items() if key in keys}
 
 
 def read_whole_report(out: Path, manifest: Mapping[str, Any]) -> list[Row]:
@@ -136,11 +147,14 @@ def _lines(out: Path) -> Iterator[tuple[int, bytes, Row | None]]:
 
 
 def parse_row(line: bytes) -> Any:
-    """As json.loads. Words that most rows have, keys above all, are kept once: half of the memory of a long report."""
+    """As json.loads. Words that many rows have, keys above all, are kept once: half of the memory of a long report."""
     row = json.loads(line)
     if not isinstance(row, dict):
         return row
-    return {sys.intern(key): sys.intern(value) if type(value) is str else value for key, value in row.items()}
+    return {
+        sys.intern(key): sys.intern(value) if type(value) is str and key not in _UNIQUE else value
+        for key, value in row.items()
+    }
 
 
 def _is_whole(line: bytes, row: Row) -> bool:
@@ -223,8 +237,8 @@ def gptq_summary(rows: Iterable[Row]) -> GptqSummary | None:
 
 def experts_of_few_tokens(rows: Iterable[Row]) -> dict[str, int]:
     """Name -> fit tokens of the experts whose statistics are shrunk most; those that no token reached have none."""
-    tokens = {row["name"].rpartition(".")[0]: row.get("tokens") or 0 for row in rows if row["role"] == "routed_expert"}
-    return {name: count for name, count in tokens.items() if 0 < count < STARVED}
+    experts = (row for row in rows if row["role"] == "routed_expert")
+    return {row["name"].rpartition(".")[0]: row["tokens"] for row in experts if 0 < (row.get("tokens") or 0) < STARVED}
 
 
 def threshold_hint(method: str) -> str | None:

@@ -30,6 +30,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def drivers_for(workers: int, shards: int) -> int:
+    """Threads that write shards. Two at least: while one waits for fsync, the other keeps the workers busy."""
+    return max(1, min(shards, max(2, workers // 2))) if workers > 1 else 1
+
+
 def from_thread(work: Callable[[Event], Iterator[T]]) -> Iterator[T]:
     """What work(stop) yields, from a thread of its own. It must soon end when `stop` is set; that is awaited."""
     results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()

@@ -319,6 +319,19 @@ def test_a_process_takes_no_more_than_its_limit(
     assert files_of(tmp_path / "out") == unlimited
 
 
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["pack-quantized", "gptq"])
+def test_a_run_of_very_many_tensors_ends_within_what_plan_says(tmp_path: Path, form: str) -> None:
+    """Tensors of next to nothing: memory is that of plan, index, report rows and card."""
+    source = write_large(tmp_path / "src", {expert(number): 8 for number in range(20_000)})
+    words = ("--format", form, "--max-shard-size", "20MB")
+    guess = json.loads(process("plan", source, *words, "--json").out)["estimate"]
+    done = process("convert", source, tmp_path / "out", *words, "--allow-unloadable", "-q")
+    assert done.code == 0, done.err
+    assert 0.7 * guess["memory_bytes"] < done.peak < guess["memory_bytes"]
+
+
 FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "minmax": ("F8_E4M3", ("--method", "minmax")),
     "groups of 128": ("F8_E4M3", ("--group-size", "128")),

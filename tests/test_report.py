@@ -8,12 +8,19 @@ import pytest
 from kizami.formats.errors import KizamiError
 from kizami.quantize.report import (
     MAX_LINE_BYTES,
+    SUMMED,
     encode_row,
+    experts_of_few_tokens,
+    fallback_reason,
+    fallbacks,
+    gptq_summary,
     layer_summaries,
+    narrowed,
     over_threshold,
     pooled_error,
     read_report,
     role_summaries,
+    weighted_error,
     worst_tensors,
 )
 
@@ -52,6 +59,30 @@ def test_tensors_that_were_not_rounded_have_no_error():
 def test_a_zero_tensor_has_no_error_and_no_nan():
     assert pooled_error([row("zero", 0.0, 0.0)]) == 0.0
     assert pooled_error([]) is None
+
+
+CALIBRATED = [
+    row("e.0.weight", 0.1, method="gptq", gptq_reason="better", loss_gptq=1.0, loss_weighted=2.0, tokens=3),
+    row("e.1.weight", 0.2, method="weighted", gptq_reason="worse", weighted_rel_error=0.5, tokens=900),
+    row("e.2.weight", 0.3, method="search", fallback="no statistics", negative_scale_fraction=0.5),
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS, CALIBRATED], ids=["plain", "calibrated"])
+def test_what_a_run_sums_up_needs_no_other_keys_of_a_row(rows):
+    fewer = [narrowed(one, SUMMED) for one in rows]
+    assert all(one.keys() <= SUMMED and len(one) < len(whole) for one, whole in zip(fewer, rows, strict=True))
+    for view in (role_summaries, pooled_error, gptq_summary, weighted_error, experts_of_few_tokens):
+        assert view([one for one in fewer if "rel_error" in one]) == view([one for one in rows if "rel_error" in one])
+    for named in (fallbacks, lambda found: worst_tensors(found, 9), lambda found: over_threshold(found, 0.2)):
+        assert [one["name"] for one in named(fewer)] == [one["name"] for one in named(rows)]
+    assert list(map(fallback_reason, fewer)) == list(map(fallback_reason, rows))
+
+
+def test_the_rows_of_a_file_can_be_read_with_few_keys(tmp_path):
+    (tmp_path / "kizami-report.jsonl").write_bytes(b"".join(map(encode_row, ROWS)))
+    assert read_report(tmp_path, SUMMED) == [narrowed(one, SUMMED) for one in read_report(tmp_path)]
+    assert read_report(tmp_path, {"name"}) == [{"name": one["name"]} for one in ROWS]
 
 
 def test_layers_are_in_order_and_name_their_worst_tensor():

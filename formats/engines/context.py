@@ -104,8 +104,12 @@ class Model:
 
     @cached_property
     def signatures(self) -> Mapping[str, frozenset[tuple[str, str, tuple[int, ...]]]]:
-        """What must be equal among the experts of a layer: leaf, dtype and shape of each tensor, by module."""
-        return {name: _signature(part) for name, part in self.parts.items() if part.place.role is Role.ROUTED_EXPERT}
+        """What must be equal among the experts of a layer: leaf, dtype and shape of each tensor, by module. Equal ones
+        are one object."""
+        known: dict[frozenset[tuple[str, str, tuple[int, ...]]], frozenset[tuple[str, str, tuple[int, ...]]]] = {}
+        experts = (part for part in self.parts.values() if part.place.role is Role.ROUTED_EXPERT)
+        found = ((part.name, _signature(part)) for part in experts)
+        return {name: known.setdefault(signature, signature) for name, signature in found}
 
     @cached_property
     def attention(self) -> Attention:

@@ -14,7 +14,7 @@ from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver
 from kizami.quantize.calibrated.statistics import Calibration
 from kizami.quantize.given import Given
 from kizami.quantize.linear import quantize_linear
-from kizami.quantize.max_memory import Crew, crew_here, drivers_for, memory_of, pieces_in_flight
+from kizami.quantize.max_memory import Crew, crew_here, memory_of, pieces_in_flight
 from kizami.quantize.on_device.names import CPU
 from kizami.quantize.plan import Plan, Shard
 from kizami.quantize.run.job import Job, Record
@@ -22,7 +22,7 @@ from kizami.quantize.run.journal import Journal
 from kizami.quantize.run.supply import Supply
 from kizami.quantize.settings import GIVEN
 from kizami.quantize.shard import Shop, convert_shard
-from kizami.quantize.threads import available_cores
+from kizami.quantize.threads import available_cores, drivers_for
 from kizami.quantize.warm_up import warm_up
 
 if TYPE_CHECKING:
