@@ -80,8 +80,8 @@ class Where:
 
     @property
     def on_disk(self) -> bool:
-        """Whether SRC must be a folder: other processes read it, too."""
-        return self.shards is not None or self.executor == "ray"
+        """Whether SRC must be a folder: other processes begin with it, too."""
+        return self.shards is not None
 
     def made(self) -> "Executor":
         if self.executor == "ray":

@@ -239,6 +239,75 @@ def test_finished_shards_are_pushed_as_they_come(
     assert files_of(tmp_path / "out") == clean
 
 
+def weights(files: dict[str, str]) -> dict[str, str]:
+    """Without those that name where the source was."""
+    return {name: data for name, data in files.items() if name.startswith("model-")}
+
+
+@pytest.fixture
+def on_hub(demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with LocalHub(tmp_path / "hub") as hub:
+        hub.add_repo("zai-org/tiny-fp8", {path.name: path for path in demo_checkpoint.iterdir()})
+        for key, value in hub.environment(tmp_path / "home").items():
+            monkeypatch.setenv(key, value)
+        yield hub
+
+
+def test_what_comes_from_the_hub_is_read_by_the_nodes(
+    cluster: Any, on_hub: LocalHub, clean: dict[str, str], tmp_path: Path
+) -> None:
+    """The nodes know neither the Hub nor the token: the command alone fetches."""
+    out = tmp_path / "out"
+    done = convert(cluster, Path("zai-org/tiny-fp8"), out, "--push-to", "me/int4")
+    assert done.code == 0, done.err
+    assert weights(files_of(out)) == weights(clean)
+    assert set(clean) <= set(on_hub.files("me/int4"))
+    local = process("convert", "zai-org/tiny-fp8", tmp_path / "local", *OPTIONS, "-q")
+    assert local.code == 0, local.err
+    assert files_of(tmp_path / "local") == files_of(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "local", "out"]  # no scratch is left
+
+
+def test_no_more_of_the_source_is_there_than_the_limit(
+    cluster: Any, on_hub: LocalHub, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path
+) -> None:
+    """Room for one shard and its source files: the next are fetched when their turn comes."""
+    refused = convert(cluster, Path("zai-org/tiny-fp8"), tmp_path / "out", "--scratch-limit", "1MB")
+    assert refused.code == 2
+    least = re.search(r"one shard with its source files needs ([\d,]+)", refused.err)
+    assert least is not None, refused.err
+    limit = int(least[1].replace(",", ""))
+    assert limit < sum(path.stat().st_size for path in demo_checkpoint.iterdir())
+    done = convert(cluster, Path("zai-org/tiny-fp8"), tmp_path / "out", "--scratch-limit", f"{limit}B")
+    assert done.code == 0, done.err
+    assert weights(files_of(tmp_path / "out")) == weights(clean)
+
+
+def test_a_killed_node_costs_no_second_download(
+    slow_cluster: Any, on_hub: LocalHub, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path
+) -> None:
+    (node,) = slow_cluster.worker_nodes
+    raylet = str(node.all_processes["raylet"][0].process.pid)
+    made = tmp_path / "made"
+
+    def kill() -> None:
+        while not made.exists() or raylet not in made.read_text().split():
+            time.sleep(0.02)
+        slow_cluster.remove_node(node, allow_graceful=False)
+
+    killer = Thread(target=kill)
+    killer.start()
+    events = tmp_path / "events.jsonl"
+    done = convert(slow_cluster, Path("zai-org/tiny-fp8"), tmp_path / "out", "--events", events)
+    killer.join()
+    assert done.code == 0, done.err
+    lost = [line for line in map(json.loads, events.read_text().splitlines()) if line["event"] == "lost"]
+    assert len(lost) == CORES
+    assert weights(files_of(tmp_path / "out")) == weights(clean)
+    fetched = [request.sent for request in on_hub.requests if request.method == "GET" and "/cdn/" in request.path]
+    assert sum(fetched) < 1.5 * sum(path.stat().st_size for path in demo_checkpoint.glob("*.safetensors"))
+
+
 def test_no_cluster_is_said_with_how_to_start_one(demo_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(demo_checkpoint)
     plan = build_plan(checkpoint, POLICY, Method())

@@ -1,5 +1,6 @@
-"""The executor of a Ray cluster: every shard is a task, on whichever node has room. SRC and OUT lie on a file system
-that all nodes share. This process keeps the one journal, gives finished shards their names, and finishes.
+"""The executor of a Ray cluster: every shard is a task, on whichever node has room. OUT lies on a file system that all
+nodes share, and so does SRC, or what comes of it from the Hub. This process fetches that, keeps the one journal, gives
+finished shards their names, and finishes.
 
 Ray is imported when the first cluster is asked for.
 """
@@ -10,18 +11,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from threading import Event
 from typing import Any
 
 from kizami.formats.errors import KizamiError
+from kizami.formats.reader import TensorReader
 from kizami.quantize.max_memory import base_bytes, crew_within
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
 from kizami.quantize.run.job import Job, Record
 from kizami.quantize.run.ray_task import Answer, Parcel, convert_one, journal_begin
+from kizami.quantize.run.supply import Supply
 from kizami.quantize.settings import GIVEN
 from kizami.quantize.threads import Stopped
 
@@ -110,7 +114,8 @@ class RayCluster:
         with redirect_stdout(sys.stderr):  # Ray prints there that a node is dead, whatever it was told about logs
             try:
                 if todo:
-                    _Tasks(load_ray(), self.workers or 1, self.max_memory, job, record).run(todo, stop)
+                    with _source(job, todo, stop) as supply:
+                        _Tasks(load_ray(), self.workers or 1, self.max_memory, job, record, supply).run(todo, stop)
             finally:
                 if self._joined:
                     load_ray().shutdown()
@@ -124,11 +129,27 @@ def check_tasks(limit: int, plan: Plan, workers: int) -> None:
         crew_within(limit, alone, workers, base=base_bytes(alone) + RAY_BYTES, finishes=False)
 
 
+@contextmanager
+def _source(job: Job, todo: Sequence[Shard], stop: Event) -> Iterator[Supply | None]:
+    """Of a source on the Hub: this process fetches, and the nodes read what came. None of one on the disk."""
+    if job.remote.mirror is None:
+        yield None
+        return
+    with (
+        TensorReader(job.checkpoint) as reader,
+        Supply(job.remote.mirror, job.checkpoint, todo, reader, stop, job.remote.limit) as supply,
+    ):
+        yield supply
+
+
 class _Tasks:
     """Those of a run. waiting: task -> its shard, and how often that was lost."""
 
-    def __init__(self, ray: Any, workers: int, max_memory: int | None, job: Job, record: Record) -> None:
+    def __init__(
+        self, ray: Any, workers: int, max_memory: int | None, job: Job, record: Record, supply: Supply | None
+    ) -> None:
         self._ray, self._job, self._record, self._delivery = ray, job, record, job.remote.delivery
+        self._supply = supply
         stats = None if job.statistics is None else str(job.statistics.root.absolute())
         partial = record.journal.partial.absolute()
         self._errand = ray.put(
@@ -141,7 +162,6 @@ class _Tasks:
                 "stats": stats,
                 "workers": workers,
                 "max_memory": max_memory,
-                "contents": job.contents,
             }
         )
         # Retries are ours: Ray's would not tell which shard was lost, and where
@@ -153,22 +173,31 @@ class _Tasks:
             for done in list(self._record.journal.done.values()):
                 if not self._delivery.is_there(done):
                     self._delivery.hand(done)
+        unsent = deque(todo)
         try:
-            for shard in todo:
+            while unsent or self._waiting:
                 if stop.is_set():
                     raise Stopped
-                self._send(shard, 0)
-            while self._waiting:
-                if stop.is_set():
-                    raise Stopped
-                ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=PAUSE)
-                for task in ready:
+                if unsent and (self._supply is None or self._supply.has(unsent[0])):
+                    self._send(unsent.popleft(), 0)
+                    continue
+                for task in self._ready():
                     self._take(task)
         finally:
             self._cancel()
 
+    def _ready(self) -> list[Any]:
+        """Tasks that have ended, after a pause at most."""
+        if not self._waiting:
+            time.sleep(PAUSE)
+            return []
+        ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=PAUSE)
+        return list(ready)
+
     def _send(self, shard: Shard, lost: int) -> None:
-        parcel = Parcel.of(self._job.plan, self._job.checkpoint, shard)
+        mirror = self._job.remote.mirror
+        contents = self._job.contents if mirror is None else mirror.contents()
+        parcel = Parcel.of(self._job.plan, self._job.checkpoint, shard, contents)
         self._waiting[self._task.remote(self._errand, pickle.dumps(parcel))] = shard, lost
 
     def _take(self, task: Any) -> None:
@@ -190,6 +219,8 @@ class _Tasks:
             return
         if answer.refusal is not None or answer.finished is None:
             raise answer.refusal or AssertionError(answer)
+        if self._supply is not None:
+            self._supply.take_back(shard)
         done = self._record.shard(shard, answer.finished, answer.seconds, told=False)
         if self._delivery is not None:
             self._delivery.hand(done)

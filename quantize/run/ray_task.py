@@ -9,6 +9,7 @@ import hashlib
 import pickle
 import socket
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -46,18 +47,21 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What one shard needs of plan and checkpoint: whole ones take a process seconds to unpack."""
+    """What one shard needs of plan and checkpoint: whole ones take a process seconds to unpack. contents: sampled pages
+    of its source files, by name."""
 
     plan: Plan
     checkpoint: Checkpoint
+    contents: dict[str, str]
 
     @classmethod
-    def of(cls, plan: Plan, checkpoint: Checkpoint, shard: Shard) -> "Parcel":
+    def of(cls, plan: Plan, checkpoint: Checkpoint, shard: Shard, contents: Mapping[str, str]) -> "Parcel":
         files = {info.file for step in shard.steps for info in step.sources}
         headers = {file: replace(checkpoint.headers[file], tensors=()) for file in files}
         return cls(
             replace(plan, steps=shard.steps, shards=(shard,), config={}, quantization_config={}, source={}),
             replace(checkpoint, headers=headers, tensors={}, config={}),
+            {file: contents[file] for file in files},
         )
 
 
@@ -94,7 +98,7 @@ def _convert(errand: dict[str, Any], packed: bytes) -> FinishedShard:
     _check_folders(errand, partial)
     parcel: Parcel = pickle.loads(packed)
     plan, (shard,) = parcel.plan, parcel.plan.shards
-    checkpoint = replace(parcel.checkpoint, headers=_seen_here(parcel.checkpoint, errand))
+    checkpoint = replace(parcel.checkpoint, headers=_seen_here(parcel, errand["journal"]))
     calibration = _calibration(plan, errand["stats"])
     warm_up(plan)
     workers, limit = int(errand["workers"]), errand["max_memory"]
@@ -143,17 +147,25 @@ def _calibration(plan: Plan, stats: str | None) -> Calibration | None:
     return Calibration(statistics, 2)
 
 
-def _seen_here(checkpoint: Checkpoint, errand: dict[str, Any]) -> dict[str, Header]:
+def _seen_here(parcel: Parcel, journal: str) -> dict[str, Header]:
     """Times and inodes may be other ones than the driver's; size, header and sampled pages may not. What was seen once
-    must stay as it is from then on, as everywhere."""
-    found = {}
+    must stay as it is from then on, as everywhere. A file from the Hub comes and goes, and is looked at each time."""
+    found, checkpoint = {}, parcel.checkpoint
     for file, theirs in checkpoint.headers.items():
-        path, key = checkpoint.path(file), (errand["journal"], str(checkpoint.root), file)
+        key = journal, str(checkpoint.root), file
+        if checkpoint.remote:
+            _look(checkpoint.path(file), theirs, parcel.contents[file])
+            found[file] = theirs
+            continue
         if key not in _SEEN:
-            ours = read_header(path, file)
-            same = (ours.file_size, ours.sha256) == (theirs.file_size, theirs.sha256)
-            if not same or sample_file(path, file) != errand["contents"][file]:
-                raise KizamiError("is another file here than the driver's", code="not_shared", file=file, hint=SHARED)
-            _SEEN[key] = replace(ours, tensors=())
+            _SEEN[key] = _look(checkpoint.path(file), theirs, parcel.contents[file])
         found[file] = _SEEN[key]
     return found
+
+
+def _look(path: Path, theirs: Header, contents: str) -> Header:
+    ours = read_header(path, theirs.file)
+    same = (ours.file_size, ours.sha256) == (theirs.file_size, theirs.sha256)
+    if not same or sample_file(path, theirs.file) != contents:
+        raise KizamiError("is another file here than the driver's", code="not_shared", file=theirs.file, hint=SHARED)
+    return replace(ours, tensors=())

@@ -114,13 +114,27 @@ class Supply:
 
     @contextmanager
     def lend(self, shard: Shard) -> Iterator[None]:
-        """The shard's source files, whole. Raises Stopped, or what a download ended with."""
-        names = source_files(shard, self.mirror)
+        """The shard's source files, whole. Raises as `has`."""
         with self._change:
-            while not (self._ended or (shard.number in self._room and all(self._files[name].here for name in names))):
+            while not self._has(shard):
                 self._change.wait(LOOK)
-            self._raise()
         yield
+        self.take_back(shard)
+
+    def has(self, shard: Shard) -> bool:
+        """Whether the shard's source files are here, whole; they stay until `take_back`. Raises Stopped, or what a
+        download ended with."""
+        with self._change:
+            return self._has(shard)
+
+    def _has(self, shard: Shard) -> bool:
+        self._raise()
+        names = source_files(shard, self.mirror)
+        return shard.number in self._room and all(self._files[name].here for name in names)
+
+    def take_back(self, shard: Shard) -> None:
+        """Who was lent them needs them no more."""
+        names = source_files(shard, self.mirror)
         with self._change:
             for name in names:
                 self._files[name].users -= 1
