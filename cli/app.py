@@ -42,20 +42,21 @@ def main(arguments: "Sequence[str] | None" = None) -> "NoReturn":
         os.write(2, f"kizami: error: {type(error).__name__} while ending after {failure!r}\n".encode())
         code = BUG
     STOP.ignore()
-    if failure is not None and _threads_are_left(STOP.code is not None):
+    if code != DONE and _threads_are_left():
+        for folder in getattr(sys.modules.get("kizami.cli.hub_source"), "TEMPORARY", ()):
+            folder.cleanup()  # as Python would at its end
         os._exit(code)
     sys.exit(code)
 
 
-def _threads_are_left(was_stopped: bool) -> bool:
-    """Whether Python would wait, at its end, for threads that may never come to theirs: after a signal for one that was
-    stopped between its start and its bookkeeping; after any failure for what a push has begun, since daemons or not,
-    the threads of an upload are joined (concurrent.futures.thread._python_exit)."""
+def _threads_are_left() -> bool:
+    """Whether Python would wait, at its end, for threads that may never come to theirs: what one of them ended with has
+    been said, and another may wait minutes for a server. Daemons or not, those of an upload are joined
+    (concurrent.futures.thread._python_exit)."""
     import threading
 
     left = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    pushes = any(thread.name == "kizami-push" for thread in left)
-    return pushes or (was_stopped and any(not thread.daemon for thread in left))
+    return any(not thread.daemon or thread.name == "kizami-push" for thread in left)
 
 
 def _run(words: list[str]) -> int:

@@ -151,19 +151,18 @@ def convert(
 
 
 def _refuse_unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int | None, *, allowed: bool) -> None:
-    from kizami.quantize.loading import too_many_ranks, unloadable
+    from kizami.quantize.loading import not_served, too_many_ranks, unloadable
 
     if tp is not None:
         refuse_uneven_split(plan, tp)
-    if tp is not None and (why := too_many_ranks(plan, tp)) is not None:
-        if not allowed:
-            raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
-        ui.warn([why])
-    if (problem := unloadable(plan, checkpoint)) is not None:
-        # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
-        if not (allowed or plan.policy.ignore or plan.policy.targets):
-            raise problem
-        ui.warn([problem.message])
+    why = None if tp is None else too_many_ranks(plan, tp)
+    if why is not None and not allowed:
+        raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
+    # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
+    named = allowed or plan.policy.ignore or plan.policy.targets
+    if not named and (problem := unloadable(plan, checkpoint)) is not None:
+        raise problem
+    ui.warn(not_served(plan, tp) if why is None else [why])
 
 
 def refuse_uneven_split(plan: "Plan", tp: int) -> None:
@@ -212,7 +211,8 @@ def _show_dry_run(
     show_plan(ui, plan, tp, body, last=False)
     ui.say(f"free      {exact(free)} where {out} will be: {'enough' if fits else 'NOT enough'}")
     if scratch is not None:
-        ui.say(f"scratch   {exact(scratch)} at least, for one shard and its source files; the limit is kept")
+        limit = exact(ahead["scratch_limit"])
+        ui.say(f"scratch   {exact(scratch)} at least, for one shard and its source files; {limit} at most, the limit")
     if ahead["push_to"] is not None:
         ui.say(f"target    {ahead['push_to']}: {ahead['target']}")
     ui.result(f"{size_line(plan)} (dry run: nothing was written)")

@@ -81,7 +81,8 @@ def look_ahead(
     scratch = None
     if mirror is not None or asked.delete_pushed:
         scratch = check_limit(asked.scratch_limit, plan.shards, checkpoint, mirror, outputs=asked.delete_pushed)
-    found = {"scratch_bytes": scratch, "sheds": asked.delete_pushed, "push_to": asked.push_to, "target": None}
+    found: dict[str, Any] = {"scratch_bytes": scratch, "scratch_limit": asked.scratch_limit}
+    found |= {"sheds": asked.delete_pushed, "push_to": asked.push_to, "target": None}
     if asked.push_to is None:
         return found
     try:
@@ -89,6 +90,7 @@ def look_ahead(
     except KizamiError as e:
         if e.code != "hub_not_found":
             raise
+        hub_source.refuse_without_token(asked.push_to)
         said = "not there, or not shown to this token: the run makes it, and finds out then whether it may"
         return found | {"target": said}
     if seen.finished is None:
@@ -126,8 +128,9 @@ def _target(
     if asked.delete_pushed:
         hub_finished.refuse_going(out)
     names = written_files(plan, find_side_files(checkpoint).copied)
+    shards = {shard.file for shard in plan.shards}
     target, finished = hub_source.open_target(
-        ui, asked.push_to, plan.hash, names - {CARD}, private=asked.private, make=make
+        ui, asked.push_to, plan.hash, names - {CARD}, shards, private=asked.private, make=make
     )
     missing = []
     if finished is not None:
@@ -162,7 +165,9 @@ def _delivery(
             )
         hub_finished.tell_of_missing(ui, asked.push_to, seen.missing)
     gate = _gate(max_rel_error, published=seen.finished is not None)
-    return Delivery(seen.target, place, delete, plan.hash, on_card=ui.progress, gate=gate)
+    return Delivery(
+        seen.target, place, delete, plan.hash, on_card=ui.progress, gate=gate, finished=seen.finished is not None
+    )
 
 
 def _gate(max_rel_error: float | None, *, published: bool) -> "Callable[[list[Row]], None]":

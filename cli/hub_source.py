@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kizami.formats.hub.target import Target
 
 FIRST_TRIES = 4  # of the first look: a few seconds, and then the cache
-_FOLDERS: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the program ends
+TEMPORARY: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the program ends
 
 
 def open_headers(ui: Ui, source: str) -> "Checkpoint":
@@ -94,11 +94,13 @@ def refusals_leave_nothing(mirror: "Mirror | None", out: Path) -> Iterator[None]
 
 def refuse_finished(out: Path) -> None:
     """Before the Hub is asked for anything. A run that was killed after OUT appeared has left its scratch folder, which
-    goes. KizamiError "out_exists"; "locked" where a run is at work in that folder."""
+    goes. KizamiError "out_exists", also for OUT.partial of a stranger; "locked" where a run is at work in that
+    folder."""
     from kizami.formats.files import what_is_there
     from kizami.formats.hub.mirror import remove_scratch
+    from kizami.formats.places import partial_of
     from kizami.formats.run_log import FOLDER, lock_folder
-    from kizami.quantize.place import check_absent
+    from kizami.quantize.place import check_absent, check_partial
 
     if (out / FOLDER).is_dir():
         return
@@ -107,6 +109,7 @@ def refuse_finished(out: Path) -> None:
         remove_scratch(scratch_of(out))
         os.close(lock)
     check_absent(out)
+    check_partial(partial_of(out))
 
 
 def fetch_side_files(checkpoint: "Checkpoint", mirror: "Mirror") -> None:
@@ -127,19 +130,29 @@ def refuse_nameless_target(repo: str) -> None:
         raise KizamiError(said, code="usage", file=repo, hint="org/name")
 
 
+def refuse_without_token(repo: str) -> None:
+    """KizamiError "hub_error" where a repository would be made by nobody."""
+    from huggingface_hub import get_token
+
+    from kizami.formats.hub.target import HINTS
+
+    if get_token() is None:
+        raise KizamiError("is to be made, and there is no token", code="hub_error", file=repo, hint=HINTS[401])
+
+
 def open_target(
-    ui: Ui, repo: str, plan_hash: str, names: Iterable[str], *, private: bool, make: bool = True
+    ui: Ui, repo: str, plan_hash: str, names: Iterable[str], begun: Iterable[str], *, private: bool, make: bool = True
 ) -> tuple["Target", dict[str, Any] | None]:
     """Makes the repository unless it is only looked at, and sees that it can take files of these names; the manifest,
-    if a run of this plan has finished it. KizamiError as `as_refusal`, "push_target"."""
+    if a run of this plan has finished it. begun: shards, which come before the rest. KizamiError as `as_refusal`,
+    "push_target"."""
     from kizami.formats.hub.target import Target
     from kizami.quantize.run.delivery import refuse_other_model, stake_of
 
     target = Target(repo, private, patience(ui))
     head = target.begin() if make else target.open()
     finished = refuse_other_model(head, plan_hash, lambda name: _read_there(head, name))
-    if finished is None:
-        target.check_free(names, stake_of(plan_hash))
+    target.check_free(names if finished is None else (), begun, stake_of(plan_hash))
     return target, finished
 
 
@@ -222,8 +235,8 @@ def patience(ui: Ui, tries: int | None = None) -> "Patience":
 def _temporary_mirror(ui: Ui, repository: "Repository") -> "Mirror":
     from kizami.formats.hub.mirror import Mirror
 
-    folder = tempfile.TemporaryDirectory(prefix="kizami-")
-    _FOLDERS.append(folder)
+    folder = tempfile.TemporaryDirectory(prefix="kizami-", ignore_cleanup_errors=True)
+    TEMPORARY.append(folder)
     return Mirror(repository, Path(folder.name), patience(ui))
 
 

@@ -27,7 +27,7 @@ def inspect(
     """Show family, layers, dtypes, FP8 dialect, sizes and problems of a checkpoint.
 
     Reads config.json, the index and the headers; no weight. The last line says whether it can be converted. Exit code 2
-    if not.
+    if not; 0 also where it takes options.
     """
     from kizami.cli.hub_source import open_headers
 

@@ -74,8 +74,8 @@ def plan(
 
     One action and one reason per tensor, exact bytes, bytes per GPU. Takes the options of convert that shape the
     output. Reads headers, and a few MB to time the disk: of a long job the time is measured here, in about a second.
-    -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at --tp, or no serving engine loads
-    the output at that size, or one that --engine names does not.
+    -o writes the whole plan as JSON. Exit code 1 if a packed weight cannot be split at --tp, or no serving engine that
+    loads the output on one GPU loads it at that size, or an engine that --engine names does not.
     """
     from kizami.cli.hub_source import open_headers
     from kizami.quantize.capacity import split_groups
@@ -294,7 +294,7 @@ def show_plan(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any], *, las
     ui.heading(f"engines, at tp {tp or 1} (kizami check has more)")
     for found in body["engines"]:
         ui.prose(f"{found['engine']}: " + (f"no: {found['error']}" if found["error"] else "loads"))
-        for need in found["needs"]:
+        for need in found["needs"] if found["loads"] else ():
             ui.prose(f"  needs: {need}")
     guess = body["estimate"]
     ui.say()
@@ -349,7 +349,8 @@ def _show_tp(ui: Ui, plan: "Plan", tp: int | None, body: dict[str, Any]) -> None
             for n, found in findings.items()
         ],
     )
-    ui.say(f"sizes that split no INT4 group: {', '.join(map(str, body['works'])) or 'none'}")
+    sizes = ", ".join(map(str, body["works"])) or "none"
+    ui.say(f"sizes that split no INT4 group: {sizes}; engines may take fewer")
 
 
 COMMAND = Command(

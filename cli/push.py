@@ -40,11 +40,20 @@ def push(
     from kizami.formats.files import file_sha256
     from kizami.formats.hub.target import refuse_too_large
     from kizami.quantize.manifest import CARD, MANIFEST, read_manifest
-    from kizami.quantize.run.delivery import LAST_MESSAGE, in_commits, stake_of, without_their_card
+    from kizami.quantize.run.delivery import (
+        LAST,
+        LAST_MESSAGE,
+        NO_CARD,
+        card_stays,
+        in_commits,
+        stake_of,
+        without_their_card,
+    )
 
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     refuse_nameless_target(repo)
     folder = finished_output(out)
+    proven_manifest = file_sha256(folder / MANIFEST, MANIFEST)  # before: what comes in between is not what was proven
     found = run_verify(ui, folder, None, workers=workers)
     if not found.ok:
         if not json:
@@ -52,12 +61,11 @@ def push(
         first = found.problems[0]
         said = f"does not verify, and is not pushed: {first.message}"
         raise KizamiError(said, code="not_verified", file=str(folder), tensor=first.tensor, hint="kizami verify OUT")
-    proven_manifest = file_sha256(folder / MANIFEST, MANIFEST)
     manifest = read_manifest(folder)
     shards, others = files_of(folder, manifest)
     refuse_too_large(shards | others)
     names = (shards | others).keys() - {CARD}  # a card of theirs may stay
-    target, there = open_target(ui, repo, manifest["plan_hash"], names, private=private)
+    target, there = open_target(ui, repo, manifest["plan_hash"], names, shards, private=private)
     _check_target(target, there, manifest)
     replaced = _replaced(target, there)
     if not replaced:
@@ -66,15 +74,21 @@ def push(
     stated = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     before = sum(target.has(name, sha256) for name, sha256 in stated.items())
     before += sum(target.holds(name, path) for name, path in others.items())
+    nbytes = sum(path.stat().st_size for path in (shards | others).values())
+    alone = () if there is not None else LAST
     for part in in_commits(shards):
         begin, end = next(iter(part)), list(part)[-1]
-        commit = target.commit(part, begin if begin == end else f"{begin} to {end}", stake=stake, sha256=stated)
+        message = begin if begin == end else f"{begin} to {end}"
+        commit = target.commit(part, message, stake=stake, sha256=stated, alone=alone)
         if target.sent:
             ui.progress(f"pushed {counted(target.sent, 'file')} (commit {commit[:12]})")
     proven = {**manifest["files"], MANIFEST: proven_manifest}
     proven.pop(CARD, None)  # one may edit it
-    commit = target.commit(others, LAST_MESSAGE, stake=stake, sha256=proven, shards=stated, replaced=replaced)
-    nbytes = sum(path.stat().st_size for path in (shards | others).values())
+    commit = target.commit(
+        others, LAST_MESSAGE, stake=stake, sha256=proven, shards=stated, replaced=replaced or NO_CARD
+    )
+    if target.kept:
+        ui.progress(card_stays(repo))
     files = len(shards) + len(others)
     body: dict[str, Any] = {
         "out": str(folder), "repo": repo, "commit": commit, "files": files, "bytes": nbytes, "sent": files - before,

@@ -213,7 +213,8 @@ def limit_line(guess: dict[str, Any]) -> str:
         else:
             rate = rates[f"{kind}_bytes_per_second"] / 1e9
             parts.append(f"{word} {_time(seconds)} at {rate:.2f} GB/s ({_HOW[rates[f'{kind}_how']]})")
-    disk = ", which take turns on one file system" if rates["same_file_system"] and guess["write_seconds"] else ""
+    both = guess["read_seconds"] is not None and guess["write_seconds"] is not None
+    disk = ", which take turns on one file system" if rates["same_file_system"] and both else ""
     return f"{_LIMITS[guess['limited_by']]}: {', '.join(parts)}{disk}"
 
 

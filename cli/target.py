@@ -60,7 +60,7 @@ class Target:
         except OSError as e:
             raise io_error("cannot look up", e, self.name) from e
         if mode is None and not real.parent.is_dir():
-            raise KizamiError("its folder does not exist", code="io_error", file=self.name)
+            raise KizamiError("its folder does not exist", code="io_error", file=self.name, hint="make it first")
         for place in (real, Path(os.path.abspath(path))):
             for folder in (self.checkpoint, *self.inputs):
                 if lies_in(place, folder):

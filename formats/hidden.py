@@ -29,6 +29,7 @@ def _spelled(character: str) -> str:
     spelled = [
         f"{_SLASHES}{re.escape(character)}",
         f"{_SLASHES}\\\\u(?i:{code:04x})",
+        f"{_SLASHES}\\\\x(?i:{code:02x})",  # Python's
         f"{_PERCENT}(?i:{code:02x})",
         f"{_AMP}(?:{entity});?",
         *([r"\+"] if character == " " else []),  # of a form

@@ -65,6 +65,16 @@ def too_many_ranks(plan: Plan, tp: int) -> str | None:
     return f"no serving engine loads it at tp {tp}, with ep 1 or {tp}: {words}"
 
 
+def not_served(plan: Plan, tp: int | None) -> list[str]:
+    """What a run must say where it is not refused: that no engine loads the output, or, at a size that was asked for,
+    each serving engine that does not."""
+    found = find_loading(plan, tp or 1)
+    if all(one.error for one in found):
+        return ["no engine would load the output: " + "; ".join(f"{one.engine}: {one.error}" for one in found)]
+    asked = [one for one in found if tp is not None and one.engine in SERVING and one.error]
+    return [f"{one.engine} at tp {tp}: {one.error}" for one in asked]
+
+
 def unloadable(plan: Plan, source: Checkpoint) -> KizamiError | None:
     """`no_engine_loads` if there is an error for every engine, and was none for one of them in the source: what is
     wrong with a part of a model, or with names of one's own, was wrong before."""

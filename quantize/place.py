@@ -25,8 +25,7 @@ def check_place(checkpoint: Checkpoint, out: Path) -> Path:
     """Checks OUT and gives OUT.partial. The source is never written to, and nothing of a stranger is removed."""
     partial = check_new_folder(checkpoint, out)
     check_absent(out)
-    with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
-        _check_partial(partial)
+    check_partial(partial)
     return partial
 
 
@@ -41,7 +40,13 @@ def check_absent(out: Path) -> None:
         )
 
 
-def _check_partial(partial: Path) -> None:
+def check_partial(partial: Path) -> None:
+    """KizamiError "out_exists" for what is there and not kizami's."""
+    with suppress(FileNotFoundError, NotADirectoryError):  # another run that finishes just now renames it
+        _refuse_strangers(partial)
+
+
+def _refuse_strangers(partial: Path) -> None:
     mode = partial.lstat().st_mode
     if not stat.S_ISDIR(mode):
         raise KizamiError(

@@ -496,6 +496,27 @@ def test_who_names_modules_is_warned_about_what_no_engine_loads(
     assert "kizami: warning: no engine would load the output: " in done.err
 
 
+def test_a_part_of_a_checkpoint_is_converted_with_a_warning(demo_checkpoint: Path, kizami: Run, tmp_path: Path) -> None:
+    """No engine would load that file of the source either, so it is not refused."""
+    file = sorted(demo_checkpoint.glob("*.safetensors"))[0]
+    done = kizami("convert", file, tmp_path / "out")
+    assert done.code == 0
+    assert "kizami: warning: no engine would load the output: sglang: " in done.err
+    assert kizami("check", tmp_path / "out").code == 1
+
+
+def test_a_size_that_one_serving_engine_takes_is_converted_with_a_warning_of_the_other(
+    demo_checkpoint: Path, kizami: Run, tmp_path: Path
+) -> None:
+    """SGLang computes something else where Marlin's tile does not divide the width."""
+    plan = kizami("plan", demo_checkpoint, "--tp", "4", "--json").json["engines"]
+    (bad,) = [found for found in plan if not found["loads"] and found["engine"] != "transformers"]
+    done = kizami("convert", demo_checkpoint, tmp_path / "out", "--dry-run", "--tp", "4")
+    assert done.code == 0
+    assert f"kizami: warning: {bad['engine']} at tp 4: {bad['error']}" in " ".join(done.err.split())
+    assert "at tp" not in kizami("convert", demo_checkpoint, tmp_path / "out", "--dry-run").err
+
+
 def test_a_plan_says_what_each_engine_would_do(tiny_checkpoint: Path, demo_checkpoint: Path, kizami: Run) -> None:
     plan = kizami("plan", demo_checkpoint, "--json").json
     assert [found["engine"] for found in plan["engines"]] == ["sglang", "vllm", "transformers"]

@@ -1,6 +1,8 @@
 """A server that falls silent, and an upload that takes for ever: kizami waits for neither."""
 
+import hashlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 from local_hub import LocalHub
@@ -16,7 +19,8 @@ from local_hub_faults import Fault
 from kizami.formats.errors import KizamiError
 from kizami.formats.hub import client
 from kizami.formats.hub.client import Patience
-from kizami.formats.hub.repository import Repository
+from kizami.formats.hub.mirror import Mirror
+from kizami.formats.hub.repository import RemoteFile, Repository
 
 SMALL = ("--max-shard-size", "300KB")
 
@@ -68,6 +72,104 @@ def test_a_signal_ends_a_conversion_whose_upload_stalls(
     assert child.returncode == 128 + number, err
     assert took < 3.5, "one piece of the upload takes 4"
     assert "run the same command again to resume" in err
+
+
+def test_a_limit_that_is_missed_waits_for_no_upload(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The end was said, and Python would wait for the threads of the upload, deaf to signals."""
+    with LocalHub(tmp_path / "hub") as hub:
+        hub.faults.add(Fault("slow", "PUT", "", times=100, seconds=4))
+        words = ("convert", tiny_checkpoint, tmp_path / "out", *SMALL, "--push-to", "me/tiny")
+        with subprocess.Popen(
+            [sys.executable, "-m", "kizami.cli", *map(str, words), "--max-rel-error", "0.001"],
+            env={**os.environ, **hub.environment(tmp_path / "home")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stderr is not None
+            said = next(line for line in child.stderr if "above --max-rel-error" in line)
+            started = time.monotonic()
+            code = child.wait(60)
+            took = time.monotonic() - started
+        assert "config.json" not in hub.files("me/tiny")
+    assert code == 1, said
+    assert took < 3.5, "one piece of the upload takes 4"
+
+
+@pytest.mark.parametrize("order", [(1, 3), (3, 1)])
+def test_a_header_that_is_refused_waits_for_none_that_does_not_come(
+    demo_checkpoint: Path, tmp_path: Path, order: tuple[int, int]
+) -> None:
+    """Whichever of the two is waited for first. Nothing of the look is left, and the same command is not in its way."""
+    refused, silent = (f"model-{number:05d}-of-" for number in order)
+    with LocalHub(tmp_path / "hub") as hub:
+        hub.add_repo("org/tiny", {path.name: path for path in demo_checkpoint.iterdir()})
+        hub.faults.add(Fault("slow", "GET", f"/(resolve|cdn)/.*{silent}", times=100, seconds=30))
+        hub.faults.add(Fault("status", "GET", f"/resolve/.*{refused}", times=100, status=404))
+        (tmp_path / "temporary").mkdir()
+        environment = {**os.environ, **hub.environment(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
+        for words in (("plan", "org/tiny"), ("convert", "org/tiny", str(tmp_path / "out"))):
+            started = time.monotonic()
+            done = subprocess.run(
+                [sys.executable, "-m", "kizami.cli", *words],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 2, done.stderr
+            assert time.monotonic() - started < 20, "the silent one takes 30"
+            assert "org/tiny: " in done.stderr
+            assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == []
+            assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_what_comes_after_a_refusal_is_not_laid_down(
+    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was removed is not made again by a thread that was waiting for its server."""
+    late, gone, entered = Event(), Event(), Event()
+
+    def first(mirror: Mirror, file: RemoteFile, count: int) -> bytes:
+        if file.name.startswith("model-00001"):
+            entered.wait(10)
+            raise KizamiError("refused", code="hub_error")
+        entered.set()
+        gone.wait(10)
+        late.set()
+        return (demo_checkpoint / file.name).read_bytes()[:count]
+
+    files = {}
+    for path in demo_checkpoint.iterdir():
+        data = path.read_bytes()
+        git = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        files[path.name] = RemoteFile(path.name, len(data), hashlib.sha256(data).hexdigest(), git)
+    repository = Repository("org/tiny", "0" * 40, files)
+    mirror = Mirror(repository, tmp_path / "scratch", Patience())
+    monkeypatch.setattr(Mirror, "_first", first)
+    monkeypatch.setattr(Mirror, "_arrived", lambda self, file, path: shutil.copy(demo_checkpoint / file.name, path))
+    with pytest.raises(KizamiError, match="refused"):
+        mirror.open()
+    shutil.rmtree(tmp_path / "scratch")
+    gone.set()
+    assert late.wait(10)
+    time.sleep(0.2)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_token_that_no_header_can_hold_is_not_shown(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with LocalHub(tmp_path / "hub") as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home"), "HF_TOKEN": "SECRETSECRETX\x0btail"}
+        for words in (
+            ["plan", "org/none"],
+            ["convert", str(tiny_checkpoint), str(tmp_path / "out"), "--push-to", "a/b"],
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "kizami.cli", *words, "--debug"], env=environment, capture_output=True, text=True
+            )
+            assert done.returncode == 2
+            assert "the token has characters that no header can have" in done.stderr
+            assert "SECRETX" not in done.stderr + done.stdout
 
 
 def test_proxies_that_cannot_be_used_are_no_bug_of_ours(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 nothing of anybody else's goes, and what cannot be pushed is refused before the work."""
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from local_hub_faults import Fault
 
 from kizami.cli.hub_finished import clear_going, going_of, is_going, refuse_going, remove_going
 from kizami.formats.errors import KizamiError
+from kizami.formats.hub import outgoing
+from kizami.formats.hub.target import STAKE
+from kizami.quantize.run.delivery import stake_of
 
 DST = "me/tiny-int4"
 SMALL = ("--max-shard-size", "300KB")  # 14 shards: two commits, and the last
@@ -84,7 +88,11 @@ def test_a_dry_run_is_refused_as_the_run_would_be_and_makes_nothing(
     done = run(hub, *words, "--delete-pushed", "--scratch-limit", "10MB")
     assert done.code == 0, done.err
     assert 200_000 < done.json["scratch_bytes"] < 10_000_000
+    assert done.json["scratch_limit"] == 10_000_000
     assert "the run makes it" in done.json["target"]
+    nobody = refusal(run(hub, *words, HF_TOKEN=""))
+    assert (nobody["code"], nobody["message"]) == ("hub_error", "is to be made, and there is no token")
+    assert "hf auth login" in nobody["hint"]
     with pytest.raises(KeyError):
         hub.files(DST)
     assert run(hub, "push", out, DST).code == 0
@@ -164,6 +172,73 @@ def test_a_strangers_card_that_comes_meanwhile_stays(hub: LocalHub, out: Path, t
     hub.faults.add(Fault("move", "POST", "/commit/", repo=DST, files={"README.md": b"of somebody else"}))
     assert run(hub, "push", mine, DST).code == 0
     assert hub.read(DST, "README.md") == b"of somebody else"
+
+
+@pytest.mark.parametrize("command", ["push", "convert"])
+def test_one_that_comes_during_the_first_push_stays_too(
+    hub: LocalHub, out: Path, tiny_checkpoint: Path, tmp_path: Path, command: str
+) -> None:
+    hub.faults.add(Fault("move", "POST", "/commit/", skip=2, repo=DST, files={"README.md": b"of somebody else"}))
+    words = ("push", out, DST) if command == "push" else ("convert", tiny_checkpoint, tmp_path / "out", *SMALL)
+    done = run(hub, *words, *(("--push-to", DST) if command == "convert" else ()))
+    assert done.code == 0, done.err
+    assert f"{DST} has a README.md of its own, which stays" in done.err
+    assert hub.read(DST, "README.md") == b"of somebody else"
+    ours = {name: sha256 for name, sha256 in files_of(out).items() if name != "README.md"}
+    assert ours.items() <= there(hub).items()
+
+
+def test_a_model_that_another_finishes_meanwhile_gets_none_of_our_shards(hub: LocalHub, out: Path) -> None:
+    theirs = {"config.json": b"{}", "pytorch_model.bin": b"weights"}
+    hub.faults.add(Fault("move", "POST", "/commit/", repo=DST, files=theirs))
+    error = refusal(run(hub, "push", out, DST))
+    assert error["code"] == "push_target"
+    assert "holds config.json, of somebody else" in error["message"]
+    assert set(there(hub)) == set(theirs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["their file", "their stake on our model"])
+def test_a_dry_run_sees_what_others_put_beside_our_shards(
+    hub: LocalHub, out: Path, tiny_checkpoint: Path, tmp_path: Path, what: str
+) -> None:
+    plan_hash = json.loads((out / "kizami.json").read_text())["plan_hash"]
+    if what == "their file":
+        hub.add_repo(DST, {})
+        hub.commit(DST, {STAKE: stake_of(plan_hash), "tokenizer.json": b"of somebody else"})
+    else:
+        assert run(hub, "push", out, DST).code == 0
+        hub.commit(DST, {STAKE: stake_of("0" * 64)})
+    words = ("convert", tiny_checkpoint, tmp_path / "out", *SMALL, "--push-to", DST)
+    before = len(hub.commits(DST))
+    dry, real = (refusal(run(hub, *words, *last)) for last in (("--dry-run",), ()))
+    assert dry == real
+    assert dry["code"] == "push_target"
+    assert len(hub.commits(DST)) == before
+    assert not list(tmp_path.glob("out*/*.safetensors"))
+
+
+def test_a_file_that_changes_while_it_is_sent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large one the Hub only says that its bytes are not those that it was told of."""
+    monkeypatch.setattr(outgoing, "IN_MEMORY", 4)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    one = outgoing.Outgoing.of("model.safetensors", path, None)
+    one.refuse_change("model.safetensors")
+    path.write_bytes(b"more weights")
+    with pytest.raises(KizamiError) as refused:
+        one.refuse_change("model.safetensors")
+    assert refused.value.code == "changed"
+    path.unlink()
+    with pytest.raises(KizamiError, match="has changed since"):
+        one.refuse_change("model.safetensors")
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(KizamiError) as refused:
+        outgoing.Outgoing.of("tokenizer.json", tmp_path / "tokenizer.json", None)
+    assert refused.value.code == "not_a_file"
 
 
 def test_a_file_of_the_source_with_the_name_of_our_stake_is_not_taken_for_it(

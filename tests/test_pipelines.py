@@ -309,6 +309,27 @@ def test_a_limit_that_convert_misses_has_its_reports(
 
 
 @pytest.mark.long
+def test_a_source_that_is_whole_in_the_cache_is_compared(
+    demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    source = "zai-org/tiny-fp8"
+    with LocalHub(tmp_path / "hub") as hub:
+        hub.add_repo(source, {path.name: path for path in demo_checkpoint.iterdir()})
+        env |= hub.environment(tmp_path / "home")
+        words = (FOLDER / "pipeline.sh", source, "out")
+        alone = run(*words, env=env, cwd=tmp_path)
+        assert alone.returncode == 0, alone.stderr
+        assert f"no weight compared: {source} is on the Hub alone" in alone.stderr
+        assert "not_in_cache" not in alone.stderr
+        fetch = "import huggingface_hub, sys; huggingface_hub.snapshot_download(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", fetch, source], env=env, check=True, capture_output=True)
+        cached = run(*words, env=env, cwd=tmp_path)
+    assert cached.returncode == 0, cached.stderr
+    assert re.search(r"^pipeline.sh: verify: ok, (\d+) tensors held to the source$", cached.stderr, re.M), cached.stderr
+    assert json.loads((tmp_path / "results" / "verify.json").read_text())["ok"]
+
+
+@pytest.mark.long
 def test_a_source_on_the_hub_that_has_moved_is_not_taken_for_the_old_one(
     demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -394,9 +415,10 @@ def test_an_array_and_the_job_after_it_convert_and_prove(
     demo_checkpoint: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
     fake = tmp_path / "bin" / "srun"
-    fake.write_text('#!/bin/sh\nexec "$@"\n')
-    fake.chmod(0o755)
+    fake.touch(0o755)
     env |= {"KIZAMI_PIPELINE": str(FOLDER / "pipeline.sh"), "KIZAMI_MAX_SHARD_SIZE": "3MB"}
+    fake.write_text(f'#!/bin/sh\necho "$SRUN_CPUS_PER_TASK" >> "{tmp_path}/cores"\nexec "$@"\n')
+    env |= {"SLURM_CPUS_PER_TASK": "16"}
     for task in (1, 3):  # the second one failed
         slurm = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "3"}
         done = run(FOLDER / "slurm-array.sh", demo_checkpoint, "out", 4, env=env | slurm, cwd=tmp_path)
@@ -405,6 +427,7 @@ def test_an_array_and_the_job_after_it_convert_and_prove(
     done = run(FOLDER / "slurm.sh", demo_checkpoint, "out", env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "results" / "verify.json").read_text())["ok"]
+    assert (tmp_path / "cores").read_text() == "16\n" * 3
 
 
 def steps(value: Any) -> list[str]:

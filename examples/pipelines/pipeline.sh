@@ -8,8 +8,9 @@
 # Steps: plan, convert, report (the limits), check, verify, push. Each is an exit code: the first one that is not 0 ends
 # it, and nothing is pushed. Run again, it resumes. An OUT that is there must be of this source, of the commit that the
 # Hub has now, and of these settings: kizami plan --finished says so from OUT/kizami.json.
-# The proof compares every tensor with the source: it needs SRC on the disk. Of a SRC on the Hub files and structure of
-# OUT are verified, and its figures are those of the run; the script says so.
+# The proof compares every tensor with the source: it needs SRC on the disk, or whole in the Hub's cache (hf download).
+# Of a SRC that is on the Hub alone files and structure of OUT are verified, and its figures are those of the run; the
+# script says so.
 # RESULTS (default results): plan.json, convert.json, events.jsonl, verify.json, report.xml (JUnit), summary.md.
 # ENGINE (sglang), TP (1): who will serve it. MAX_REL_ERROR (0.12): the limit of each tensor. KIZAMI_PRIVATE=1: a new
 # REPO is private. Options of kizami that the script itself does not give can be set as variables: KIZAMI_GROUP_SIZE=64.
@@ -17,7 +18,7 @@
 set -eu
 
 say() {
-    echo "pipeline.sh: $*" >&2
+    printf 'pipeline.sh: %s\n' "$*" >&2
 }
 
 if [ $# -lt 2 ] || [ $# -gt 3 ] || [ -z "$1" ] || [ -z "$2" ]; then
@@ -36,6 +37,10 @@ results=${RESULTS:-results}
 engine=${ENGINE:-${KIZAMI_ENGINE:-sglang}}
 tp=${TP:-${KIZAMI_TP:-1}}
 limit=${MAX_REL_ERROR:-${KIZAMI_MAX_REL_ERROR:-0.12}}
+if [ -n "${KIZAMI_DRY_RUN:-}${KIZAMI_SHARDS:-}" ]; then
+    say "KIZAMI_DRY_RUN and KIZAMI_SHARDS give no OUT: they are for kizami convert alone"
+    exit 2
+fi
 if [ -n "${KIZAMI_PUSH_TO:-}${KIZAMI_DELETE_PUSHED:-}" ]; then
     say "KIZAMI_PUSH_TO and KIZAMI_DELETE_PUSHED push before anything is proven: REPO is the third argument here"
     exit 2
@@ -66,6 +71,7 @@ run() { # run COMMAND...: its exit code. With a command in front of it a shell h
     [ -z "$stopped" ] || return "$stopped"
     "$@" &
     child=$!
+    [ -z "$stopped" ] || kill -TERM "$child" 2> /dev/null || : # a signal while it was started
     ended=0
     wait "$child" || ended=$?
     while kill -0 "$child" 2> /dev/null; do # a signal ends `wait` too
@@ -82,12 +88,16 @@ stop() { # stop CODE
 trap 'stop 143' TERM
 trap 'stop 130' INT
 
+on_the_hub_alone() { # whether verify has just found no weights of SRC
+    [ ! -e "$src" ] && grep -q '"not_in_cache"' "$results/verify.json" 2> /dev/null
+}
+
 step() { # step NAME COMMAND...: its object goes to NAME.json; code: how it ended. What it says of a failure is shown
     name=$1
     shift
     code=0
     run "$@" --json > "$results/$name.json" || code=$?
-    if [ "$code" -ne 0 ] && { [ "$name" = verify ] || grep -q '"kizami.error/1"' "$results/$name.json"; }; then
+    if [ "$code" -ne 0 ] && ! on_the_hub_alone && { [ "$name" = verify ] || grep -q '"kizami.error/1"' "$results/$name.json"; }; then
         head -n 60 "$results/$name.json" >&2 # plan has said why, report will say of convert; their objects are long
     fi
 }
@@ -133,9 +143,8 @@ say "report: ok, limit $limit"
 run kizami check "$out" --engine "$engine" --tp "$tp" || fail check $?
 say "check: ok"
 
-if [ -e "$src" ]; then
-    step verify kizami verify "$out" --against "$src"
-else
+step verify kizami verify "$out" --against "$src"
+if [ "$code" -ne 0 ] && on_the_hub_alone; then
     step verify kizami verify "$out"
 fi
 [ "$code" -eq 0 ] || fail verify "$code"
@@ -143,7 +152,7 @@ compared=$(sed -n 's/.*"tensors against the source": \([0-9]*\).*/\1/p' "$result
 if [ -n "$compared" ]; then
     proven="$compared tensors held to the source"
 else
-    proven="files and structure verified, no weight compared: $src is on the Hub"
+    proven="files and structure verified, no weight compared: $src is on the Hub alone"
 fi
 say "verify: ok, $proven"
 

@@ -14,7 +14,8 @@
 #
 # Each task of the array converts its share of the shards; all see /data. A task that is requeued goes on from its
 # finished shards. The job that follows converts what failed tasks have left, finishes and proves. Options are variables,
-# the same for both: KIZAMI_GROUP_SIZE=64.
+# the same for both: KIZAMI_GROUP_SIZE=64. Threads are the cores that Slurm gives, which srun does not take from sbatch.
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 set -eu
 
 src=$1

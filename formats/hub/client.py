@@ -119,6 +119,8 @@ def as_refusal(repo: str) -> Iterator[None]:
         said = f"the Hub answers {status}: {_words(e)}"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
     except request_error() as e:
+        if "header value" in str(e):  # whose words are the token
+            raise _bad_token() from None
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
         said = f"the Hub cannot be reached: {type(e).__name__} {_words(e)}".rstrip()
         raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
@@ -127,15 +129,17 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = "install it, or correct the proxy variables"
         raise KizamiError(said, code="bad_environment", file=repo, hint=hint) from None
     except UnicodeError:
-        hint = "correct HF_TOKEN and HF_ENDPOINT in the environment"
-        raise KizamiError(
-            "the token has characters that no header can have", code="bad_environment", hint=hint
-        ) from None
+        raise _bad_token() from None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:  # no JSON, or of another shape
         said = f"the Hub's answer is none, or it refuses: {type(e).__name__} {_words(e)}"
         of_card = "license, language and tags of the card are those of the source's README.md"
         hint = of_card if "metadata" in str(e) else "is HF_ENDPOINT the Hub's? are the proxy variables right?"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
+
+
+def _bad_token() -> KizamiError:
+    said = "the token has characters that no header can have"
+    return KizamiError(said, code="bad_environment", hint="correct HF_TOKEN and HF_ENDPOINT in the environment")
 
 
 def status_of(error: BaseException | None) -> int | None:

@@ -9,8 +9,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -95,28 +96,39 @@ class Mirror:
             return patiently(lambda: read_range(self.repository, file.name, 0, count), self.patience)
 
     def _at_once(self, work: Callable[[str], object], names: Iterable[str]) -> None:
-        """A failure, or a signal, ends the others' waiting, too."""
+        """The first failure, or a signal, ends the others' waiting, too; from then on nothing comes into the folder,
+        which may be removed: others may be waiting for their server still."""
         pool = ThreadPoolExecutor(AT_ONCE)
         try:
-            for _ in pool.map(work, names):
-                pass
+            for future in as_completed([pool.submit(work, name) for name in names]):
+                future.result()
         except BaseException:
-            self.patience.stop.set()
+            with self.lock:
+                self.patience.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         pool.shutdown()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """KizamiError "interrupted" after the end of `_at_once`."""
+        with self.lock:
+            if self.patience.stop.is_set():
+                raise KizamiError("is not fetched any more", code="interrupted", file=str(self.folder))
+            yield
 
     def _lay(self, file: RemoteFile, data: bytes) -> None:
         """A hole that begins with `data`."""
         path = self.root / file.name
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as stream:
-                stream.write(data)
-                stream.truncate(file.size)
-            os.utime(temporary, ns=(ABSENT_NS, ABSENT_NS))
-            os.replace(temporary, path)
+            with self._writing():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(temporary, "wb") as stream:
+                    stream.write(data)
+                    stream.truncate(file.size)
+                os.utime(temporary, ns=(ABSENT_NS, ABSENT_NS))
+                os.replace(temporary, path)
         except OSError as e:
             raise io_error("cannot write", e, str(path)) from e
 
@@ -187,6 +199,8 @@ class Mirror:
             )
 
     def _download(self, file: RemoteFile, place: Path, *, again: bool) -> Path:
+        with self._writing():
+            place.mkdir(exist_ok=True)  # not its parents
         return Path(
             hub().hf_hub_download(
                 self.repository.name, file.name, revision=self.repository.commit, local_dir=place, force_download=again

@@ -44,6 +44,7 @@ class Target:
     private: bool
     patience: Patience
     sent: int = field(default=0, init=False)  # files of the last commit that were not there before
+    kept: set[str] = field(default_factory=set, init=False)  # of it: what others have there, in the place of ours
     _head: Repository | None = field(default=None, init=False)
     _sha256: dict[str, str] = field(default_factory=dict, init=False)  # of small files, by Git's hash
 
@@ -115,12 +116,14 @@ class Target:
         sha256: Mapping[str, str],
         shards: Mapping[str, str] | None = None,
         replaced: Mapping[str, str] = EMPTY,
+        alone: Iterable[str] = (),
     ) -> str:
         """Adds those that are not there, in one commit, and gives the head's id. stake: what says whose the files are
         as long as the model is not whole, in STAKE. sha256: of `files`, as they were proven; one that is not in it is
         taken as it is. shards: of the last commit, which removes the stake: SHA-256 of all of them, which the very
         commit that it names as its parent must have. replaced: files, and SHA-256 of what may give way to them there;
-        where something else is there, that stays and they are not sent. KizamiError as `as_write_refusal`;
+        where something else is there, that stays and they are not sent: then they are in `kept`. alone: files of which
+        none may be there. KizamiError as `as_write_refusal`;
         "push_target" for a file of another job or person in the place of ours, and for one that the Hub would leave
         out; "hub_error" for a shard that is lost; "changed" for a file that is not what `sha256` says; "too_large"
         before anything is sent."""
@@ -133,8 +136,7 @@ class Target:
             head = self.look(revision)
             left = {name: one for name, one in outgoing.items() if not one.is_there(head.files.get(name))}
             gives_way = {name for name, old in replaced.items() if name in head.files and self.has(name, old)}
-            for name in replaced.keys() & head.files.keys() - gives_way:
-                left.pop(name, None)
+            self.kept = {name for name in replaced.keys() & head.files.keys() - gives_way if left.pop(name, None)}
             staked = STAKE in head.files
             self._refuse_loss(shards or {})
             if not left and not (last and staked):
@@ -142,6 +144,7 @@ class Target:
                 return head.commit
             most = max(most, len(left))
             self._refuse_others(head, left.keys() - gives_way, stake)
+            self._refuse_others(head, alone, stake)
             revision = None
             try:
                 new_stake = None if last or staked else stake
@@ -153,14 +156,17 @@ class Target:
                     self.patience.on_wait(seconds, error)
                     if not self.patience.stop.wait(seconds):
                         continue
+                for name, one in left.items():
+                    one.refuse_change(name)  # which explains the failure, whatever its words are
                 with as_write_refusal(self.name):
                     raise error from None
         raise KizamiError("took a commit and does not hold its files", code="hub_error", file=self.name)
 
-    def check_free(self, names: Iterable[str], stake: bytes) -> None:
-        """Before anything is converted: no file of others in the place of one of `names`, and no other job's stake.
-        KizamiError "push_target"."""
-        self._refuse_others(self.head, () if STAKE in self.head.files else names, stake)
+    def check_free(self, names: Iterable[str], begun: Iterable[str], stake: bytes) -> None:
+        """Before anything is converted: no other job's stake, and no file of others in the place of one of `names`, but
+        for those of `begun`, which this job may have pushed already. KizamiError "push_target"."""
+        mine = set(begun) if STAKE in self.head.files else set()
+        self._refuse_others(self.head, (name for name in names if name not in mine), stake)
 
     def check_takes(self, names: Iterable[str]) -> None:
         """Before anything is converted, what the Hub is asked before each commit, and nothing is changed by it: whether

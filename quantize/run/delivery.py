@@ -23,13 +23,15 @@ from kizami.quantize.run.job_folder import ShardRecord
 BATCH = 10  # shards in a commit: 10 commits for GLM-5.2
 LAST_MESSAGE = "Index, config and card"
 LAST = (INDEX_NAME, CONFIG, MANIFEST)  # a repository that has one of them looks like a model
+NO_CARD = {CARD: ""}  # as `replaced`: none that is there gives way
 
 
 @dataclass(slots=True)
 class Delivery:
     """From `folder` to `target`. delete: shards leave the disk once they are committed; `on_gone` is told. short: says
     whether somebody waits for the room. on_error: for those who would wait for ever. gate: raises before the last
-    commit for what is not to be published. A context manager, which on an error leaves the rest unsent."""
+    commit for what is not to be published. finished: the target holds this very model, or did. A context manager, which
+    on an error leaves the rest unsent."""
 
     target: Target
     folder: Path
@@ -41,6 +43,7 @@ class Delivery:
     on_commit: Callable[[int, str], None] = lambda files, commit: None
     on_card: Callable[[str], None] = lambda message: None
     gate: Callable[[list[Row]], None] = lambda rows: None
+    finished: bool = False
     commit: str | None = None  # the last one
     _waiting: list[ShardRecord] = field(default_factory=list)
     _change: Condition = field(default_factory=Condition)
@@ -91,8 +94,10 @@ class Delivery:
         files = without_their_card(self.target.look(), ours, self.on_card)
         shards = {record.file: record.sha256 for record in records}
         self.commit = self.target.commit(
-            files, LAST_MESSAGE, stake=stake_of(self.plan_hash), sha256=sha256, shards=shards
+            files, LAST_MESSAGE, stake=stake_of(self.plan_hash), sha256=sha256, shards=shards, replaced=NO_CARD
         )
+        if self.target.kept:
+            self.on_card(card_stays(self.target.name))
         if self.target.sent:
             self.on_commit(self.target.sent, self.commit)
         return self.commit
@@ -132,6 +137,7 @@ class Delivery:
             names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
             stake=stake_of(self.plan_hash),
             sha256={record.file: record.sha256 for record in records},
+            alone=() if self.finished else LAST,
         )
         if self.target.sent:
             self.on_commit(self.target.sent, commit)
@@ -152,9 +158,13 @@ def without_their_card(
     there = head.files.get(CARD)
     if there is None or CARD not in files or there.is_at(files[CARD]):
         return files
-    by_hand = f"`hf upload {head.name} OUT/{CARD} {CARD}` puts it there"
-    on_card(f"{head.name} has a {CARD} of its own, which stays: the one of this output is not pushed; {by_hand}")
+    on_card(card_stays(head.name))
     return {name: path for name, path in files.items() if name != CARD}
+
+
+def card_stays(repo: str) -> str:
+    by_hand = f"`hf upload {repo} OUT/{CARD} {CARD}` puts it there"
+    return f"{repo} has a {CARD} of its own, which stays: the one of this output is not pushed; {by_hand}"
 
 
 def in_commits(shards: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
