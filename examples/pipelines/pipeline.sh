@@ -71,7 +71,11 @@ run() { # run COMMAND...: its exit code. With a command in front of it a shell h
     [ -z "$stopped" ] || return "$stopped"
     "$@" &
     child=$!
-    [ -z "$stopped" ] || kill -TERM "$child" 2> /dev/null || : # a signal while it was started
+    if [ -n "$stopped" ]; then # by a signal while it was started: once more when it has become the command
+        kill -TERM "$child" 2> /dev/null || :
+        sleep 1
+        kill -TERM "$child" 2> /dev/null || :
+    fi
     ended=0
     wait "$child" || ended=$?
     while kill -0 "$child" 2> /dev/null; do # a signal ends `wait` too
