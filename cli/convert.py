@@ -111,7 +111,7 @@ def convert(
             )
             plan, checkpoint = prepared.plan, prepared.checkpoint
             with refusals_leave_nothing(prepared.mirror, out):
-                _refuse_unloadable(ui, plan, checkpoint, tp, allowed=allow_unloadable)
+                unserved = _unloadable(ui, plan, checkpoint, tp, allow_unloadable)
                 check_device(plan, device)
                 crew = where.crew(plan)
                 if part is not None:
@@ -143,14 +143,20 @@ def convert(
     if json:
         from kizami.quantize.report import threshold_hint
 
-        ui.emit("convert", body | {"hint": threshold_hint(body["method"]) if over else None})
+        told: dict[str, Any] = {"warnings": [*body["warnings"], *unserved]}
+        told["hint"] = threshold_hint(body["method"]) if over else None
+        ui.emit("convert", body | told)
     else:
         show_convert(ui, body, made)
+        for said in unserved:
+            ui.note(said)
     clean_up(remote, out)
     fail_over_threshold(ui, over, max_rel_error, body["method"])
 
 
-def _refuse_unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int | None, *, allowed: bool) -> None:
+def _unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int | None, allowed: bool) -> list[str]:
+    """What is said in the end of engines that will not load it; at once to whoever asked about one. KizamiError
+    "tp_does_not_load", "tp_does_not_divide", "no_engine_loads"."""
     from kizami.quantize.loading import not_served, too_many_ranks, unloadable
 
     if tp is not None:
@@ -162,7 +168,11 @@ def _refuse_unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int |
     named = allowed or plan.policy.ignore or plan.policy.targets
     if not named and (problem := unloadable(plan, checkpoint)) is not None:
         raise problem
-    ui.warn(not_served(plan, tp) if why is None else [why])
+    found = not_served(plan, tp) if why is None else [why]
+    if tp is None and not named:
+        return found
+    ui.warn(found)
+    return []
 
 
 def refuse_uneven_split(plan: "Plan", tp: int) -> None:

@@ -33,7 +33,7 @@ class Driver:
     def __init__(self, source: Path, partial: Path) -> None:
         self.checkpoint = Checkpoint.open(source)
         self.plan: Plan = build_plan(self.checkpoint, Policy(max_shard_bytes=132_000), Method("minmax"))
-        contents = Contents.of(self.checkpoint).stated
+        self.contents = contents = Contents.of(self.checkpoint).stated
         partial.mkdir(parents=True)
         Journal.open(partial, identity_of(self.plan, contents)).close()
         self.errand: dict[str, Any] = {
@@ -45,11 +45,10 @@ class Driver:
             "stats": None,
             "workers": 1,
             "max_memory": None,
-            "contents": contents,
         }
 
     def asked(self, number: int, **changed: Any) -> Answer:
-        parcel = Parcel.of(self.plan, self.checkpoint, self.plan.shards[number - 1])
+        parcel = Parcel.of(self.plan, self.checkpoint, self.plan.shards[number - 1], self.contents)
         return convert_one(self.errand | changed, pickle.dumps(parcel))
 
     def refused(self, number: int = 1, **changed: Any) -> KizamiError:
@@ -144,7 +143,7 @@ def test_a_file_that_changes_after_it_was_seen_is_refused(driver: Driver) -> Non
 
 
 def test_a_parcel_is_of_one_shard(driver: Driver) -> None:
-    parcel = Parcel.of(driver.plan, driver.checkpoint, driver.plan.shards[1])
+    parcel = Parcel.of(driver.plan, driver.checkpoint, driver.plan.shards[1], driver.contents)
     assert parcel.plan.steps == driver.plan.shards[1].steps
     assert len(pickle.dumps(parcel)) < len(pickle.dumps((driver.plan, driver.checkpoint))) / 2
 
