@@ -143,9 +143,9 @@ def convert(
     if json:
         from kizami.quantize.report import threshold_hint
 
-        told: dict[str, Any] = {"warnings": [*body["warnings"], *unserved]}
-        told["hint"] = threshold_hint(body["method"]) if over else None
-        ui.emit("convert", body | told)
+        last: dict[str, Any] = {"warnings": [*body["warnings"], *unserved]}
+        last["hint"] = threshold_hint(body["method"]) if over else None
+        ui.emit("convert", body | last)
     else:
         show_convert(ui, body, made)
         for said in unserved:
