@@ -202,11 +202,10 @@ def _on_hub(ui: Ui, source: str, begun: Path | None = None) -> "Repository | Non
 
 
 def _is_offline() -> bool:
-    try:
-        from huggingface_hub import constants
-    except ValueError as e:  # it takes HF_ENDPOINT apart as it is imported
-        hint = "correct HF_ENDPOINT in the environment: https://huggingface.co, or a mirror's address"
-        raise KizamiError(f"HF_ENDPOINT is no address: {e}", code="bad_environment", hint=hint) from None
+    from kizami.formats.hub.client import check_endpoint
+
+    check_endpoint()
+    from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 

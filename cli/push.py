@@ -53,7 +53,8 @@ def push(
     ui = Ui(quiet=quiet, verbose=verbose, json=json)
     refuse_nameless_target(repo)
     folder = finished_output(out)
-    proven_manifest = file_sha256(folder / MANIFEST, MANIFEST)  # before: what comes in between is not what was proven
+    path = folder / MANIFEST  # before it is verified: what comes in between is not what was proven
+    proven_manifest = file_sha256(path, MANIFEST) if path.is_file() else ""
     found = run_verify(ui, folder, None, workers=workers)
     if not found.ok:
         if not json:
@@ -64,6 +65,7 @@ def push(
     manifest = read_manifest(folder)
     shards, others = files_of(folder, manifest)
     refuse_too_large(shards | others)
+    _check_card(folder)
     names = (shards | others).keys() - {CARD}  # a card of theirs may stay
     target, there = open_target(ui, repo, manifest["plan_hash"], names, shards, private=private)
     _check_target(target, there, manifest)
@@ -121,6 +123,16 @@ def _check_target(target: "Target", there: dict[str, Any] | None, manifest: dict
         missing_files(target, there)
     if missing or there is None:
         target.check_takes(missing)
+
+
+def _check_card(folder: Path) -> None:
+    """The one file of OUT that one may edit, and that huggingface_hub reads. KizamiError "bad_file"."""
+    from kizami.quantize.manifest import CARD
+
+    try:
+        (folder / CARD).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise KizamiError(f"is not UTF-8: {e}", code="bad_file", file=CARD, hint="save it as UTF-8") from None
 
 
 def _replaced(target: "Target", there: dict[str, Any] | None) -> dict[str, str]:

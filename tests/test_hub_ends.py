@@ -1,6 +1,7 @@
 """A server that falls silent, and an upload that takes for ever: kizami waits for neither."""
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -72,6 +73,63 @@ def test_a_signal_ends_a_conversion_whose_upload_stalls(
     assert child.returncode == 128 + number, err
     assert took < 3.5, "one piece of the upload takes 4"
     assert "run the same command again to resume" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("command", ["convert", "push"])
+def test_a_signal_ends_the_last_commit_whose_upload_stalls(
+    demo_checkpoint: Path, tmp_path: Path, command: str, number: signal.Signals
+) -> None:
+    """And the events have their last line. Two files of the last commit are large: the other thread would be joined."""
+    events, out = tmp_path / "events.jsonl", tmp_path / "out"
+    source = shutil.copytree(demo_checkpoint, tmp_path / "src")
+    for name in ("LICENSE", "NOTICE"):
+        (source / name).write_bytes(os.urandom(11 << 20))
+    convert = ("convert", source, out)
+    with LocalHub(tmp_path / "hub") as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        if command == "push":
+            program = [sys.executable, "-m", "kizami.cli", *map(str, convert)]
+            subprocess.run(program, env=environment, capture_output=True, check=True)
+        words = (
+            ("push", out, "me/tiny") if command == "push" else (*convert, "--push-to", "me/tiny", "--events", events)
+        )
+        hub.faults.add(Fault("slow", "PUT", "", skip=len(list(source.glob("*.safetensors"))), times=100, seconds=30))
+        with subprocess.Popen(
+            [sys.executable, "-m", "kizami.cli", *map(str, words)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as child:
+            while not any(hit.startswith("slow") for hit in hub.faults.hits) and child.poll() is None:
+                time.sleep(0.01)
+            started = time.monotonic()
+            child.send_signal(number)
+            _, err = child.communicate(timeout=60)
+            took = time.monotonic() - started
+    assert child.returncode == 128 + number, err
+    assert took < 5, "one piece of the upload takes 30, and it was 20 seconds"
+    if command == "convert":
+        last = json.loads(events.read_text().splitlines()[-1])
+        assert (last["event"], last["code"]) == ("failed", "interrupted")
+
+
+@pytest.mark.parametrize("address", ["user:SECRETX@127.0.0.1:abc", "user:SECRETX"])
+@pytest.mark.parametrize("name", ["HF_ENDPOINT", "HTTP_PROXY"])
+def test_an_address_that_is_none_is_no_bug_of_ours(
+    tiny_checkpoint: Path, tmp_path: Path, name: str, address: str
+) -> None:
+    with LocalHub(tmp_path / "hub") as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        environment |= {name: f"http://{address}", "NO_PROXY": "", "no_proxy": ""}
+        pushes = ["convert", str(tiny_checkpoint), str(tmp_path / "out"), "--push-to", "a/b"]
+        for words in (["plan", "org/none"], pushes):
+            program = [sys.executable, "-m", "kizami.cli", *words]
+            done = subprocess.run(program, env=environment, capture_output=True, text=True)
+            assert done.returncode == 2, done.stderr
+            assert "SECRETX" not in done.stderr + done.stdout
+            assert "bug in kizami" not in done.stderr
 
 
 def test_a_limit_that_is_missed_waits_for_no_upload(tiny_checkpoint: Path, tmp_path: Path) -> None:

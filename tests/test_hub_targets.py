@@ -234,6 +234,25 @@ def test_a_file_that_changes_while_it_is_sent_is_named(tmp_path: Path, monkeypat
         one.refuse_change("model.safetensors")
 
 
+def test_a_link_in_the_place_of_a_card_is_not_followed(hub: LocalHub, out: Path, tmp_path: Path) -> None:
+    """`verify` refuses it; this is one that comes after that."""
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "README.md").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(KizamiError) as refused:
+        outgoing.Outgoing.of("README.md", tmp_path / "README.md", None)
+    assert refused.value.code == "changed"
+
+
+def test_a_card_that_is_not_utf8_is_refused_before_anything_is_sent(hub: LocalHub, out: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(out, tmp_path / "mine")
+    (mine / "README.md").write_bytes((mine / "README.md").read_bytes() + "\nVermessen: größer.\n".encode("latin-1"))
+    error = refusal(run(hub, "push", mine, DST))
+    assert (error["code"], error["file"]) == ("bad_file", "README.md")
+    assert "is not UTF-8" in error["message"]
+    with pytest.raises(KeyError):
+        hub.files(DST)
+
+
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(KizamiError) as refused:

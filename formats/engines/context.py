@@ -31,6 +31,7 @@ _ENGINES: Mapping[EngineName, Engine] = {"sglang": Sglang(), "vllm": Vllm(), "tr
 PLAIN_ROLES = frozenset({Role.EMBEDDING, Role.HEAD, Role.NORM, Role.ROUTER, Role.VISION, Role.MTP})
 FUSED_INDEXER = ("wk", "weights_proj")
 _TOO_MANY = 1 << 40
+Signature = frozenset[tuple[str, str, tuple[int, ...]]]  # of a module: leaf, dtype and shape of each tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,9 @@ class Model:
         return filter(look, self.outside_experts if is_sound else self.parts.values())
 
     @cached_property
-    def signatures(self) -> Mapping[str, frozenset[tuple[str, str, tuple[int, ...]]]]:
-        """What must be equal among the experts of a layer: leaf, dtype and shape of each tensor, by module. Equal ones
-        are one object."""
-        known: dict[frozenset[tuple[str, str, tuple[int, ...]]], frozenset[tuple[str, str, tuple[int, ...]]]] = {}
+    def signatures(self) -> Mapping[str, Signature]:
+        """What must be equal among the experts of a layer, by module. Equal ones are one object."""
+        known: dict[Signature, Signature] = {}
         experts = (part for part in self.parts.values() if part.place.role is Role.ROUTED_EXPERT)
         found = ((part.name, _signature(part)) for part in experts)
         return {name: known.setdefault(signature, signature) for name, signature in found}
@@ -156,7 +156,7 @@ class Model:
         return found
 
 
-def _signature(part: Part) -> frozenset[tuple[str, str, tuple[int, ...]]]:
+def _signature(part: Part) -> Signature:
     return frozenset([(leaf, info.dtype, info.shape) for leaf, info in part.leaves.items()])
 
 

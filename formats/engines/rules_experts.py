@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kizami.formats.engines.context import Context, Experts, as_group
+from kizami.formats.engines.context import Context, Experts, Signature, as_group
 from kizami.formats.engines.finding import Hit, Rule
 from kizami.formats.engines.parts import FORM_WORDS, Form, Part
 from kizami.formats.engines.resolve import EXPERT_PROJECTIONS
@@ -17,7 +17,7 @@ _MAX_EXPERTS = 100_000
 def _uniform(context: Context) -> Iterator[Hit]:
     signatures = context.model.signatures
     for experts in context.experts:
-        by_leaf: dict[str, dict[frozenset[tuple[str, str, tuple[int, ...]]], list[Part]]] = {}
+        by_leaf: dict[str, dict[Signature, list[Part]]] = {}
         for part in experts.parts():
             by_leaf.setdefault(part.name.rpartition(".")[2], {}).setdefault(signatures[part.name], []).append(part)
         for leaf, kinds in by_leaf.items():

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from threading import Event
-from typing import TYPE_CHECKING, Any, TypeVar
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kizami.formats.errors import KizamiError, printable
 from kizami.formats.hidden import without_secret
@@ -65,6 +66,17 @@ def _bound_silence() -> None:
     huggingface_hub.set_client_factory(client)
 
 
+@cache
+def check_endpoint() -> None:
+    """huggingface_hub takes HF_ENDPOINT apart as it is imported. KizamiError "bad_environment", without the system's
+    words: what it takes for a port may be a password."""
+    try:
+        importlib.import_module("huggingface_hub.utils._http")
+    except ValueError:
+        hint = "correct HF_ENDPOINT in the environment: https://huggingface.co, or a mirror's address"
+        raise KizamiError("HF_ENDPOINT is no address", code="bad_environment", hint=hint) from None
+
+
 def hub_utils() -> Any:
     """Its public helpers; their types are not stated, and they lie in other modules in each version."""
     _bound_silence()
@@ -72,19 +84,30 @@ def hub_utils() -> Any:
 
 
 def request_error() -> type[Exception]:
-    """What the HTTP library raises when no answer comes that it understands: httpx's in huggingface_hub 1, httpx2's in
-    2."""
+    """What the HTTP library raises when no answer comes that it understands."""
+    found: type[Exception] = _http_library().RequestError
+    return found
+
+
+def invalid_url() -> type[Exception]:
+    """What it raises, of endpoints and proxies, before it asks anybody."""
+    found: type[Exception] = _http_library().InvalidURL
+    return found
+
+
+def _http_library() -> Any:
+    """httpx in huggingface_hub 1, httpx2 in 2."""
     from huggingface_hub.errors import HfHubHTTPError
 
     base = next(one for one in HfHubHTTPError.__mro__ if one.__module__.startswith("httpx"))
-    found: type[Exception] = importlib.import_module(base.__module__.partition(".")[0]).RequestError
-    return found
+    return importlib.import_module(base.__module__.partition(".")[0])
 
 
 @contextmanager
 def as_refusal(repo: str) -> Iterator[None]:
     """huggingface_hub's errors as KizamiError: "hub_gated", "hub_not_found", "hub_offline", "hub_unreachable",
-    "hub_error". No address and no header of a request is shown."""
+    "hub_error", "bad_environment". No address and no header of a request is shown."""
+    check_endpoint()
     from huggingface_hub import errors
 
     try:
@@ -118,6 +141,10 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = hints.get(status or 0, "try again later")
         said = f"the Hub answers {status}: {_words(e)}"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
+    except invalid_url():  # its words have what it takes for a port, which may be a password
+        hint = "correct HF_ENDPOINT and the proxy variables in the environment: http://HOST:PORT"
+        said = "the address of the Hub, or of a proxy, is none"
+        raise KizamiError(said, code="bad_environment", file=repo, hint=hint) from None
     except request_error() as e:
         if "header value" in str(e):  # whose words are the token
             raise _bad_token() from None
@@ -128,7 +155,9 @@ def as_refusal(repo: str) -> Iterator[None]:
         said = f"the proxy or endpoint of the environment needs a package: {_words(e)}"
         hint = "install it, or correct the proxy variables"
         raise KizamiError(said, code="bad_environment", file=repo, hint=hint) from None
-    except UnicodeError:
+    except UnicodeDecodeError as e:
+        raise KizamiError(f"a card is not UTF-8: {_words(e)}", code="hub_error", file=repo) from None
+    except UnicodeError:  # into a header
         raise _bad_token() from None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:  # no JSON, or of another shape
         said = f"the Hub's answer is none, or it refuses: {type(e).__name__} {_words(e)}"
@@ -152,6 +181,24 @@ def cause_of(error: Exception) -> Exception:
     """What failed in a thread of huggingface_hub's, which it wraps."""
     wrapped = isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception)
     return error.__cause__ if wrapped and isinstance(error.__cause__, Exception) else error
+
+
+def beside(call: Callable[[], T]) -> T:
+    """call(), in a thread of its own that nobody waits for after a signal: huggingface_hub joins the threads of an
+    upload before it lets one through, and their server may be silent."""
+    results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()  # in C: a signal leaves it whole
+
+    def run() -> None:
+        try:
+            results.put((call(), None))
+        except BaseException as e:
+            results.put((None, e))
+
+    Thread(target=run, name="kizami-push", daemon=True).start()
+    result, error = results.get()
+    if error is not None:
+        raise error
+    return cast("T", result)
 
 
 def _words(error: BaseException) -> str:

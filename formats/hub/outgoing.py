@@ -34,6 +34,8 @@ class Outgoing:
             data = read_exactly(fd, 0, status.st_size, name) if status.st_size <= IN_MEMORY else None
         finally:
             os.close(fd)
+        if _stamp(path.lstat()) != _stamp(status):  # a link: what it leads to is not of this folder
+            raise _changed(name)
         if data is not None:
             refuse_change(name, hashlib.sha256(data).hexdigest(), sha256)
         return cls(path, sha256, data, _stamp(status))

@@ -9,12 +9,23 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kizami.formats.errors import KizamiError
-from kizami.formats.hub.client import Patience, as_refusal, cause_of, hub, hub_utils, patiently, status_of, wait_of
+from kizami.formats.hub.client import (
+    Patience,
+    as_refusal,
+    beside,
+    cause_of,
+    hub,
+    hub_utils,
+    patiently,
+    status_of,
+    wait_of,
+)
 from kizami.formats.hub.outgoing import Outgoing, refuse_change
 from kizami.formats.hub.ranges import TIMEOUT, read_range
 from kizami.formats.hub.repository import RemoteFile, Repository
@@ -123,10 +134,9 @@ class Target:
         taken as it is. shards: of the last commit, which removes the stake: SHA-256 of all of them, which the very
         commit that it names as its parent must have. replaced: files, and SHA-256 of what may give way to them there;
         where something else is there, that stays and they are not sent: then they are in `kept`. alone: files of which
-        none may be there. KizamiError as `as_write_refusal`;
-        "push_target" for a file of another job or person in the place of ours, and for one that the Hub would leave
-        out; "hub_error" for a shard that is lost; "changed" for a file that is not what `sha256` says; "too_large"
-        before anything is sent."""
+        none may be there. KizamiError as `as_write_refusal`; "push_target" for a file of another job or person in the
+        place of ours, and for one that the Hub would leave out; "hub_error" for a shard that is lost; "changed" for a
+        file that is not what `sha256` says; "too_large" before anything is sent."""
         refuse_too_large(files)
         outgoing = {name: Outgoing.of(name, path, sha256.get(name)) for name, path in files.items()}
         last = shards is not None
@@ -148,7 +158,8 @@ class Target:
             revision = None
             try:
                 new_stake = None if last or staked else stake
-                revision = self._send(left, message, head.commit, new_stake, unstake=last and staked)
+                send = partial(self._send, left, message, head.commit, new_stake, unstake=last and staked)
+                revision = beside(send)
             except Exception as failure:
                 error = cause_of(failure)
                 seconds = _wait_of(error, tried)
@@ -235,6 +246,8 @@ class Target:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         api = hub()
+        for name, one in files.items():
+            one.refuse_change(name)
         added: list[Any] = [CommitOperationAdd(name, one.content) for name, one in files.items()]  # which hashes them
         for one in added:
             refuse_change(one.path_in_repo, one.upload_info.sha256.hex(), files[one.path_in_repo].sha256)
