@@ -75,6 +75,7 @@ def test_a_signal_ends_a_conversion_whose_upload_stalls(
     assert "run the same command again to resume" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("command", ["convert", "push"])
 def test_a_signal_ends_the_last_commit_whose_upload_stalls(
@@ -115,6 +116,7 @@ def test_a_signal_ends_the_last_commit_whose_upload_stalls(
         assert (last["event"], last["code"]) == ("failed", "interrupted")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("address", ["user:SECRETX@127.0.0.1:abc", "user:SECRETX"])
 @pytest.mark.parametrize("name", ["HF_ENDPOINT", "HTTP_PROXY"])
 def test_an_address_that_is_none_is_no_bug_of_ours(
@@ -154,6 +156,7 @@ def test_a_limit_that_is_missed_waits_for_no_upload(tiny_checkpoint: Path, tmp_p
     assert took < 3.5, "one piece of the upload takes 4"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [(1, 3), (3, 1)])
 def test_a_header_that_is_refused_waits_for_none_that_does_not_come(
     demo_checkpoint: Path, tmp_path: Path, order: tuple[int, int]

@@ -174,6 +174,7 @@ def test_a_strangers_card_that_comes_meanwhile_stays(hub: LocalHub, out: Path, t
     assert hub.read(DST, "README.md") == b"of somebody else"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["push", "convert"])
 def test_one_that_comes_during_the_first_push_stays_too(
     hub: LocalHub, out: Path, tiny_checkpoint: Path, tmp_path: Path, command: str
