@@ -155,8 +155,8 @@ def convert(
 
 
 def _unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int | None, allowed: bool) -> list[str]:
-    """What is said in the end of engines that will not load it; at once to whoever asked about one. KizamiError
-    "tp_does_not_load", "tp_does_not_divide", "no_engine_loads"."""
+    """What is said in the end of engines that will not load it. At once: what loaded before, and whatever a size was
+    asked for. KizamiError "tp_does_not_load", "tp_does_not_divide", "no_engine_loads"."""
     from kizami.quantize.loading import not_served, too_many_ranks, unloadable
 
     if tp is not None:
@@ -164,12 +164,15 @@ def _unloadable(ui: Ui, plan: "Plan", checkpoint: "Checkpoint", tp: int | None, 
     why = None if tp is None else too_many_ranks(plan, tp)
     if why is not None and not allowed:
         raise KizamiError(why, code="tp_does_not_load", hint="kizami plan SRC --tp N tells of other sizes")
+    problem = unloadable(plan, checkpoint)
     # Who names modules one by one has said what is wanted, down to a layer that no engine takes.
-    named = allowed or plan.policy.ignore or plan.policy.targets
-    if not named and (problem := unloadable(plan, checkpoint)) is not None:
+    if problem is not None and not (allowed or plan.policy.ignore or plan.policy.targets):
         raise problem
+    if problem is not None:
+        ui.warn([problem.message])
+        return []
     found = not_served(plan, tp) if why is None else [why]
-    if tp is None and not named:
+    if tp is None:
         return found
     ui.warn(found)
     return []
