@@ -159,6 +159,29 @@ def test_a_signal_cancels_the_tasks_and_the_run_resumes_anywhere(
     assert files_of(tmp_path / "out") == clean
 
 
+def test_what_was_ready_when_a_run_was_stopped_is_kept(
+    cluster: Any, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path
+) -> None:
+    events: list[RunEvent] = []
+
+    def interrupt(event: RunEvent) -> None:
+        events.append(event)
+        if isinstance(event, ShardDone) and event.done == 1:
+            time.sleep(5)  # the other tasks are ready by then
+            raise KeyboardInterrupt
+
+    checkpoint = Checkpoint.open(demo_checkpoint)
+    plan = build_plan(checkpoint, POLICY, Method())
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, checkpoint, tmp_path / "out", executor=RayCluster(cluster.address), on_event=interrupt)
+    there = sorted(name for name in os.listdir(tmp_path / "out.partial") if "model-" in name)
+    assert there == sorted(event.shard.file for event in events if isinstance(event, ShardDone))
+    assert len(there) > 1
+    run(plan, checkpoint, tmp_path / "out", workers=1, on_event=events.append)
+    assert [event.resumed for event in events if isinstance(event, Started)] == [0, len(there)]
+    assert files_of(tmp_path / "out") == clean
+
+
 def test_an_interrupted_local_run_goes_on_in_a_cluster(
     cluster: Any, demo_checkpoint: Path, clean: dict[str, str], tmp_path: Path
 ) -> None:

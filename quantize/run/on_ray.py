@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from threading import Event
@@ -24,6 +24,7 @@ from kizami.formats.reader import TensorReader
 from kizami.quantize.max_memory import base_bytes, crew_within
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
 from kizami.quantize.run.job import Job, Record
+from kizami.quantize.run.job_folder import remove_attempts
 from kizami.quantize.run.ray_task import Answer, Parcel, convert_one, journal_begin
 from kizami.quantize.run.supply import Supply
 from kizami.quantize.settings import GIVEN
@@ -226,8 +227,23 @@ class _Tasks:
             self._delivery.hand(done)
 
     def _cancel(self) -> None:
-        """What still runs ends, and takes its unfinished file away; after a while by force."""
-        left = list(self._waiting)
+        """What still runs ends, after a while by force. A shard that was ready before its task heard of that is kept;
+        of the others nothing stays."""
+        self._call_off(list(self._waiting))
+        unfinished = []
+        for task, (shard, _) in self._waiting.items():
+            try:
+                answer: Answer | None = self._ray.get(task, timeout=0)
+            except self._ray.exceptions.RayError:  # called off
+                answer = None
+            if answer is not None and answer.finished is not None:
+                self._record.shard(shard, answer.finished, answer.seconds, told=False)
+            else:
+                unfinished.append(shard.file)
+        with suppress(OSError):  # the next run looks for them, too
+            remove_attempts(self._record.journal.partial, unfinished)
+
+    def _call_off(self, left: list[Any]) -> None:
         for force in (False, True):
             for task in left:
                 self._ray.cancel(task, force=force)
