@@ -25,7 +25,7 @@ Workers = Annotated[
         metavar="N",
         min=1,
         max=4096,
-        help="Threads. Default: all cores. With --executor ray the cores of each task, by default 1.",
+        help="Threads. Default: all cores. With --executor ray the cores of each task, by default 1, of gptq all.",
     ),
 ]
 MaxMemory = Annotated[

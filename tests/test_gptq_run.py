@@ -26,7 +26,7 @@ from kizami.formats.reader import TensorReader
 from kizami.formats.statistics import Statistics
 from kizami.quantize import reference
 from kizami.quantize.calibrated import hessian
-from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT, Outcome, Solver, check_gptq, source_weight
+from kizami.quantize.calibrated.solver import FEWEST_HELD_OUT, Outcome, Solver, check_gptq, makers, source_weight
 from kizami.quantize.calibrated.solver_cost import solve_operations
 from kizami.quantize.calibrated.statistics import facts_of
 from kizami.quantize.estimate import estimate
@@ -165,6 +165,19 @@ def test_the_output_verifies_against_source_and_statistics(converted: Path, demo
 @pytest.mark.long
 def test_the_same_bytes_come_out_whatever_the_workers(converted: Path, demo_stats: Made, tmp_path: Path) -> None:
     assert files_of(convert(demo_stats, tmp_path / "again", workers=1)) == files_of(converted)
+
+
+def test_what_a_shard_needs_of_others_is_gate_and_up_of_its_downs(demo_checkpoint: Path) -> None:
+    plan = build_plan(Checkpoint.open(demo_checkpoint), Policy(max_shard_bytes=1_000_000), Method())
+    modules = {step.module for step in plan.steps}
+    found = 0
+    for shard in plan.shards:
+        own = {step.module for step in shard.steps}
+        downs = [name.removesuffix("down_proj") for name in own if ".mlp." in name and name.endswith("down_proj")]
+        wanted = {down + part for down in downs for part in ("gate_proj", "up_proj")} & modules - own
+        assert {step.module for step in makers(shard.steps, plan.steps)} == wanted
+        found += len(wanted)
+    assert found
 
 
 def test_the_manifest_names_what_the_bytes_depend_on(converted: Path) -> None:

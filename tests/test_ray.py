@@ -243,6 +243,38 @@ def test_weighted_works_with_statistics_that_all_nodes_see(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
 
 
+def test_gptq_solves_on_the_nodes_and_reads_what_other_shards_have_of_an_expert(
+    cluster: Any, demo_checkpoint: Path, demo_stats: gptq_fixtures.Made, tmp_path: Path
+) -> None:
+    words = ("--method", "gptq", "--stats", demo_stats.folder, "--workers", CORES)
+    done = convert(cluster, demo_checkpoint, tmp_path / "out", *words)
+    assert done.code == 0, done.err
+    assert process("convert", demo_checkpoint, tmp_path / "local", *OPTIONS, *words).code == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
+    rows = [json.loads(line) for line in (tmp_path / "out/kizami-report.jsonl").read_text().splitlines()]
+    shard_of = {row["name"]: row["shard"] for row in rows}
+    downs = [row["name"] for row in rows if row.get("method") == "gptq" and row["name"].endswith("down_proj")]
+    assert any(shard_of[name] != shard_of[name.replace("down_proj", "gate_proj")] for name in downs)
+
+
+def test_nodes_on_which_gptq_would_give_other_bytes_are_refused(
+    demo_checkpoint: Path, demo_stats: gptq_fixtures.Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import os\nos.sched_getaffinity = lambda pid: set(range(99))\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    made = cluster_of(1)
+    monkeypatch.delenv("PYTHONPATH")
+    words = ("--method", "gptq", "--stats", demo_stats.folder, "--workers", CORES)
+    try:
+        done = convert(made, demo_checkpoint, tmp_path / "out", *words, "--json")
+    finally:
+        made.shutdown()
+    assert (done.code, done.json["error"]["code"]) == (2, "other_version")
+    assert "threads 99, and the driver with torch " in done.json["error"]["message"]
+
+
 def test_more_cores_for_a_task_than_a_node_has_are_refused(cluster: Any, demo_checkpoint: Path, tmp_path: Path) -> None:
     done = convert(cluster, demo_checkpoint, tmp_path / "out", "--workers", CORES + 1)
     assert done.code == 2

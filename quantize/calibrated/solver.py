@@ -126,8 +126,8 @@ def libraries(device: str) -> dict[str, str]:
 
 
 class Solver:
-    """Shared by the threads of a run. reader: the source's. steps: of the whole plan, since the input of a down_proj is
-    made by its gate and up. stop: once it is set, `improve` soon raises Stopped. `close` it at the end."""
+    """Shared by the threads of a run. reader: the source's. steps: those that are improved, and their `makers`. stop:
+    once it is set, `improve` soon raises Stopped. `close` it at the end."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Solver:
     ) -> None:
         self._statistics, self._reader, self._device = statistics, reader, device
         self._stop = stop or Event()
-        self._steps = {_key(step): step for step in steps if step.place.role in MLP_ROLES and step.place.part in PARTS}
+        self._steps = _linears(steps)
         self._lock = Lock()
         self._inputs: OrderedDict[int, LayerInputs] = OrderedDict()
         self._factors: OrderedDict[Any, Factor | None] = OrderedDict()
@@ -268,6 +268,14 @@ class Solver:
         return torch.from_numpy(array).to(self._device)
 
 
+def makers(wanted: Sequence[Step], steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Of the plan's `steps` the gate and up of each down_proj that is `wanted`, whose input they make; not those that
+    are wanted themselves."""
+    linears, there = _linears(steps), _linears(wanted)
+    keys = ((*key[:3], part) for key in there if key[3] == "down_proj" for part in PARTS[:2])
+    return tuple(linears[key] for key in keys if key in linears and key not in there)
+
+
 def source_weight(step: Step, reader: TensorReader) -> F32:
     """float32 [N, K] of a step's source."""
     with opened(step, reader, Buffers(0)) as source:
@@ -281,6 +289,10 @@ def pack(codes: NDArray[np.int8]) -> NDArray[np.int32]:
         nibbles = (codes[first:last] + np.int8(8)).astype(np.uint8)
         packed[first:last] = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).view("<u4")
     return packed.view(np.int32)
+
+
+def _linears(steps: Sequence[Step]) -> dict[tuple[Any, ...], Step]:
+    return {_key(step): step for step in steps if step.place.role in MLP_ROLES and step.place.part in PARTS}
 
 
 def _key(step: Step) -> tuple[Any, ...]:

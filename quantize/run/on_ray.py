@@ -21,14 +21,16 @@ from typing import Any
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.reader import TensorReader
+from kizami.quantize.calibrated.solver import libraries
 from kizami.quantize.max_memory import base_bytes, crew_within
+from kizami.quantize.on_device.names import CPU
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
 from kizami.quantize.run.job import Job, Record
 from kizami.quantize.run.job_folder import remove_attempts
 from kizami.quantize.run.ray_task import Answer, Parcel, convert_one, journal_begin
 from kizami.quantize.run.supply import Supply
 from kizami.quantize.settings import GIVEN
-from kizami.quantize.threads import Stopped
+from kizami.quantize.threads import Stopped, available_cores
 
 INSTALL = "pip install 'kizami[ray]'"
 TRIES = 4  # of a shard whose worker or node is lost
@@ -51,8 +53,8 @@ def load_ray() -> Any:
 
 @dataclass(slots=True)
 class RayCluster:
-    """address: as `ray.init` takes it. workers: cores of a task, each of which has one shard; None for one. max_memory:
-    bytes of a task's process, at most."""
+    """address: as `ray.init` takes it. workers: cores of a task, each of which has one shard; None for one, and for all
+    of a machine like this one with `gptq`. max_memory: bytes of a task's process, at most."""
 
     address: str = "auto"
     workers: int | None = None
@@ -61,18 +63,18 @@ class RayCluster:
 
     def check(self, plan: Plan) -> None:
         """Joins the cluster. KizamiError "missing_package", "no_cluster", "bad_option", "max_memory"."""
-        if plan.method.name == "gptq" or plan.method.name in GIVEN:
+        if plan.method.name in GIVEN:
             raise KizamiError(
                 f"--executor ray with --method {plan.method.name}, which works in one process",
                 code="bad_option",
-                hint="leave --executor out; --shards splits gptq over processes",
+                hint="leave --executor out",
             )
+        wanted = self._cores(plan)
         if self.max_memory is not None:
-            check_tasks(self.max_memory, plan, self.workers or 1)
+            check_tasks(self.max_memory, plan, wanted)
         ray = load_ray()
         if not ray.is_initialized():
             self._join(ray)
-        wanted = self.workers or 1
         most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
         if most < wanted:
             raise KizamiError(
@@ -80,6 +82,10 @@ class RayCluster:
                 code="bad_option",
                 hint="give fewer --workers, or start the cluster's nodes first",
             )
+
+    def _cores(self, plan: Plan) -> int:
+        """Of a task. A solve takes all cores of its machine, whoever else is there."""
+        return self.workers or (available_cores() if plan.method.name == "gptq" else 1)
 
     def _join(self, ray: Any) -> None:
         self._knock()
@@ -116,7 +122,7 @@ class RayCluster:
             try:
                 if todo:
                     with _source(job, todo, stop) as supply:
-                        _Tasks(load_ray(), self.workers or 1, self.max_memory, job, record, supply).run(todo, stop)
+                        _Tasks(load_ray(), self._cores(job.plan), self.max_memory, job, record, supply).run(todo, stop)
             finally:
                 if self._joined:
                     load_ray().shutdown()
@@ -161,6 +167,7 @@ class _Tasks:
                 "partial": str(partial),
                 "journal": journal_begin(partial),
                 "stats": stats,
+                "libraries": libraries(CPU) if job.plan.method.name == "gptq" else None,
                 "workers": workers,
                 "max_memory": max_memory,
             }

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +25,11 @@ from kizami.formats.header import Header, read_header
 from kizami.formats.reader import TensorReader
 from kizami.formats.run_log import FOLDER, JOURNAL, read_own
 from kizami.formats.statistics import Statistics
+from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver, libraries, makers, require_torch
 from kizami.quantize.calibrated.statistics import Calibration
 from kizami.quantize.max_memory import crew_here, memory_of, pieces_in_flight
-from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
+from kizami.quantize.on_device.names import CPU
+from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard, Step
 from kizami.quantize.run.job_folder import new_attempt
 from kizami.quantize.shard import FinishedShard, Shop, convert_shard
 from kizami.quantize.warm_up import warm_up
@@ -48,20 +50,23 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """What one shard needs of plan and checkpoint: whole ones take a process seconds to unpack. contents: sampled pages
-    of its source files, by name."""
+    of its source files, by name. makers: steps of other shards that gptq reads, too."""
 
     plan: Plan
     checkpoint: Checkpoint
     contents: dict[str, str]
+    makers: tuple[Step, ...]
 
     @classmethod
     def of(cls, plan: Plan, checkpoint: Checkpoint, shard: Shard, contents: Mapping[str, str]) -> "Parcel":
-        files = {info.file for step in shard.steps for info in step.sources}
+        others = makers(shard.steps, plan.steps) if plan.method.name == "gptq" else ()
+        files = {info.file for step in (*shard.steps, *others) for info in step.sources}
         headers = {file: replace(checkpoint.headers[file], tensors=()) for file in files}
         return cls(
             replace(plan, steps=shard.steps, shards=(shard,), config={}, quantization_config={}, source={}),
             replace(checkpoint, headers=headers, tensors={}, config={}),
             {file: contents[file] for file in files},
+            others,
         )
 
 
@@ -99,15 +104,23 @@ def _convert(errand: dict[str, Any], packed: bytes) -> FinishedShard:
     parcel: Parcel = pickle.loads(packed)
     plan, (shard,) = parcel.plan, parcel.plan.shards
     checkpoint = replace(parcel.checkpoint, headers=_seen_here(parcel, errand["journal"]))
-    calibration = _calibration(plan, errand["stats"])
+    statistics = _statistics(plan, errand["stats"])
+    if plan.method.name == "gptq":
+        _check_libraries(errand["libraries"])
     warm_up(plan)
     workers, limit = int(errand["workers"]), errand["max_memory"]
     crew = None if limit is None else crew_here(int(limit), plan, workers, finishes=False)
     workers = workers if crew is None else crew.workers
+    if plan.method.name == "gptq":
+        workers = min(workers, SOLVER_WORKERS)
     with TensorReader(checkpoint) as reader, ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(workers, "kizami-compute")) if workers > 1 else None
         slots = Semaphore(pieces_in_flight(workers, 1))
         buffers, bytes_in_flight = memory_of(plan, workers, crew)
+        solver = None
+        if statistics is not None and plan.method.name == "gptq":
+            solver = stack.enter_context(closing(Solver(statistics, (*plan.steps, *parcel.makers), reader)))
+        calibration = None if statistics is None else Calibration(statistics, 2, solver)
         shop = Shop(
             plan, reader, buffers, partial, pool, slots, Event(), lambda piece: None, calibration,
             attempt=new_attempt(), limit=bytes_in_flight,
@@ -138,13 +151,30 @@ def _check_folders(errand: dict[str, Any], partial: Path) -> None:
         )
 
 
-def _calibration(plan: Plan, stats: str | None) -> Calibration | None:
+def _statistics(plan: Plan, stats: str | None) -> Statistics | None:
+    """None of a method without."""
     if stats is None:
         return None
     statistics = Statistics.open(Path(stats))
     if statistics.sha256 != plan.method.stats:
         raise KizamiError("is another file here than the driver's", code="not_shared", file=stats, hint=SHARED)
-    return Calibration(statistics, 2)
+    return statistics
+
+
+def _check_libraries(theirs: Mapping[str, str]) -> None:
+    """The bytes of gptq depend on more than plan and source."""
+    require_torch()
+    here = libraries(CPU)
+    if here != theirs:
+        raise KizamiError(
+            f"solves with {_facts(here)}, and the driver with {_facts(theirs)}: the codes would be others",
+            code="other_version",
+            hint="let all nodes be alike, and the machine that this runs on",
+        )
+
+
+def _facts(found: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in found.items())
 
 
 def _seen_here(parcel: Parcel, journal: str) -> dict[str, Header]:
