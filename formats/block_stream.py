@@ -18,7 +18,7 @@ from threading import Thread
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 BLOCKS = 2  # one is filled while the other is written
 FLUSH_BYTES = 16 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
