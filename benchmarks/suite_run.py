@@ -60,6 +60,7 @@ class Runner(Protocol):
 def measure(command: list[str], threads: int, log: Path) -> Run:
     """Run `command` to its end; rusage comes from wait4, so it is this child's alone. Failed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KIZAMI_")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, as in many containers, each start compiles modules
     os.sync()  # what the program before wrote is not on this one's bill
     begin = perf_counter()
     with log.open("wb") as output:
