@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kizami.formats.hub.target import Target
 
 FIRST_TRIES = 4  # of the first look: a few seconds, and then the cache
+REMOVALS, REMOVAL_PAUSE = 10, 0.1  # tries, and seconds between them
+OTHER_KINDS = ("buckets", "datasets", "kernels", "models", "spaces")  # what a name on the Hub may begin with; no orgs
 TEMPORARY: list["tempfile.TemporaryDirectory[str]"] = []  # removed when the program ends
 
 
@@ -88,8 +91,16 @@ def refusals_leave_nothing(mirror: "Mirror | None", out: Path) -> Iterator[None]
         yield
     except KizamiError:
         if mirror is not None and mirror.folder == scratch_of(out) and not os.path.lexists(partial_of(out)):
-            mirror.remove()
+            _remove_soon(mirror)
         raise
+
+
+def _remove_soon(mirror: "Mirror") -> None:
+    """Downloads that were not waited for may lay a file between two looks. What stays is used by the next run."""
+    for _ in range(REMOVALS):
+        with suppress(OSError):
+            return mirror.remove()
+        time.sleep(REMOVAL_PAUSE)
 
 
 def refuse_finished(out: Path) -> None:
@@ -125,7 +136,7 @@ def refuse_nameless_target(repo: str) -> None:
     """KizamiError "usage" for what is no name of a repository."""
     from kizami.formats.hub.cache import hub_id
 
-    if hub_id(repo) is None or "@" in repo:
+    if hub_id(repo) is None or "@" in repo or repo.partition("/")[0] in OTHER_KINDS:
         said = "is a folder here" if os.path.lexists(repo) else "is no name of a repository"
         raise KizamiError(said, code="usage", file=repo, hint="org/name")
 
@@ -244,8 +255,10 @@ def scratch_of(out: Path) -> Path:
 
 
 def is_scratch(folder: Path) -> bool:
-    """Whether it is a folder of ours: pinned, or empty but for a lock."""
+    """Whether it is a folder of ours: pinned, or empty but for a lock; files and folders, and nothing else."""
     if folder.is_symlink() or not folder.is_dir():
+        return False
+    if any(not (path.is_file() or path.is_dir()) or path.is_symlink() for path in folder.iterdir()):
         return False
     return _pinned(folder) is not None or not set(os.listdir(folder)) - {"lock"}
 
@@ -253,10 +266,11 @@ def is_scratch(folder: Path) -> bool:
 def _pinned(folder: Path) -> dict[str, str] | None:
     """Repository and commit; None where nothing says so."""
     from kizami.formats.hub.mirror import PINNED
+    from kizami.formats.run_log import read_own
 
     try:
-        found = json.loads((folder / PINNED).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(read_own(folder / PINNED) or b"")
+    except (KizamiError, OSError, ValueError, RecursionError):
         return None
     is_pin = isinstance(found, dict) and found.keys() == {"repo", "commit"}
     return found if is_pin and all(isinstance(word, str) for word in found.values()) else None

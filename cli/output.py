@@ -23,13 +23,17 @@ class Ui:
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False, json: bool = False) -> None:
         self.quiet, self.verbose, self.json = quiet, verbose, json
+        self._warned: list[str] = []  # that nobody has seen yet
 
     @property
     def human(self) -> bool:
         return not self.json
 
     def emit(self, command: str, body: dict[str, Any]) -> None:
-        """The one object of --json."""
+        """The one object of --json. What was warned of before is in its `warnings`, too."""
+        stated = body.get("warnings", [])
+        if unseen := [text for text in self._warned if text not in stated]:
+            body = body | {"warnings": [*stated, *unseen]}
         write_json(f"kizami.{command}/1", body)
 
     def say(self, text: str = "", style: str = "") -> None:
@@ -90,8 +94,10 @@ class Ui:
             _print(sys.stderr, text)
 
     def warn(self, texts: Iterable[str]) -> None:
-        """Loud, also under -q. Under --json they are in the object."""
-        self._some("warning", list(texts), WARNINGS_SHOWN, "bold yellow")
+        """Loud, also under -q. Under --json they are in the object, which comes later."""
+        texts = list(texts)
+        self._warned += texts if self.json else []
+        self._some("warning", texts, WARNINGS_SHOWN, "bold yellow")
 
     def fail(self, texts: Iterable[str], shown: int = 1) -> None:
         """Why the exit code is 1. Under --json the object says so."""

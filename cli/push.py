@@ -9,6 +9,7 @@ from kizami.cli import hub_options as h
 from kizami.cli import options as o
 from kizami.cli.command import Command
 from kizami.cli.output import Ui, counted, gib
+from kizami.cli.stop import STOP
 from kizami.formats.errors import KizamiError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def push(
     shards, others = files_of(folder, manifest)
     refuse_too_large(shards | others)
     _check_card(folder)
+    STOP.say = lambda: "interrupted; the same command again sends what is missing"
     names = (shards | others).keys() - {CARD}  # a card of theirs may stay
     target, there = open_target(ui, repo, manifest["plan_hash"], names, shards, private=private)
     _check_target(target, there, manifest)

@@ -491,9 +491,13 @@ def test_what_no_engine_would_load_is_refused_unless_told(demo_checkpoint: Path,
 def test_who_names_modules_is_warned_about_what_no_engine_loads(
     demo_checkpoint: Path, kizami: Run, tmp_path: Path
 ) -> None:
-    done = kizami("convert", demo_checkpoint, tmp_path / "out", "--dry-run", "--ignore", r"re:.*\.experts\.1\..*")
+    words = ("convert", demo_checkpoint, tmp_path / "out", "--ignore", r"re:.*\.experts\.1\..*")
+    done = kizami(*words, "--dry-run")
     assert done.code == 0
     assert "kizami: warning: no engine would load the output: " in done.err
+    for mode in ("--dry-run", "--quiet"):
+        told = kizami(*words, mode, "--json").json["warnings"]
+        assert [text for text in told if text.startswith("no engine would load the output: sglang: ")]
 
 
 def test_a_part_of_a_checkpoint_is_converted_and_said_to_load_nowhere(

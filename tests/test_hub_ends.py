@@ -1,5 +1,6 @@
 """A server that falls silent, and an upload that takes for ever: kizami waits for neither."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 
@@ -17,6 +18,7 @@ import pytest
 from local_hub import LocalHub
 from local_hub_faults import Fault
 
+from kizami.cli import hub_source
 from kizami.formats.errors import KizamiError
 from kizami.formats.hub import client
 from kizami.formats.hub.client import Patience
@@ -111,6 +113,8 @@ def test_a_signal_ends_the_last_commit_whose_upload_stalls(
             took = time.monotonic() - started
     assert child.returncode == 128 + number, err
     assert took < 5, "one piece of the upload takes 30, and it was 20 seconds"
+    if command == "push":
+        assert "kizami: interrupted; the same command again sends what is missing" in err
     if command == "convert":
         last = json.loads(events.read_text().splitlines()[-1])
         assert (last["event"], last["code"]) == ("failed", "interrupted")
@@ -132,6 +136,118 @@ def test_an_address_that_is_none_is_no_bug_of_ours(
             assert done.returncode == 2, done.stderr
             assert "SECRETX" not in done.stderr + done.stdout
             assert "bug in kizami" not in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("PUT", "cdn", {"Retry-After": "9999999999999"}),
+        ("POST", "objects/batch", {"RateLimit": '"api";r=0;t=99999'}),
+        ("GET", "resolve/.*/tokenizer_config.json", {"Retry-After": "3600"}),
+    ],
+)
+def test_a_server_that_wants_a_year_is_given_ten_minutes_and_that_is_told(
+    demo_checkpoint: Path, tmp_path: Path, method: str, path: str, headers: dict[str, str]
+) -> None:
+    """huggingface_hub would sleep that long, in some of its calls, without a word."""
+    with LocalHub(tmp_path / "hub") as hub:
+        hub.add_repo("org/tiny", {file.name: file for file in demo_checkpoint.iterdir()})
+        hub.faults.add(Fault("status", method, path, status=429, headers=headers))
+        words = ("convert", "org/tiny", tmp_path / "out", "--push-to", "me/tiny")
+        with subprocess.Popen(
+            [sys.executable, "-m", "kizami.cli", *map(str, words)],
+            env={**os.environ, **hub.environment(tmp_path / "home")},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stderr is not None
+            said = next(line for line in child.stderr if "HTTP 429" in line or "error" in line)
+            child.send_signal(signal.SIGTERM)
+            rest = child.stderr.read()
+    assert said == "the Hub gives no answer (HTTP 429): asked again in 10m00s\n"
+    assert child.returncode == 143, rest
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 0),
+        ({"Retry-After": "7"}, 7),
+        ({"Retry-After": " 300 ", "RateLimit": '"api";r=0;t=12'}, 300),
+        ({"RateLimit": '"api"; r=0; t=55'}, 55),
+        ({"RateLimit": '"api";r=3;t=55'}, 0),  # something is left: another limit was hit
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0),
+        ({"Retry-After": "-1"}, 0),
+    ],
+)
+def test_a_busy_server_says_how_long(headers: dict[str, str], seconds: float) -> None:
+    assert client.told_wait(headers) == seconds
+
+
+def unsupported() -> Exception:
+    made: Exception = client._http_library().UnsupportedProtocol("Request URL is missing an 'http://' protocol.")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "hub_error", "answer is none"),
+        (lambda: OverflowError("timestamp out of range"), "hub_error", "answer is none"),
+        (lambda: UnicodeError("label empty or too long"), "bad_environment", "the address of the Hub"),
+        (lambda: UnicodeEncodeError("idna", "a", 0, 1, "label too long"), "bad_environment", "the address of the Hub"),
+        (lambda: UnicodeEncodeError("ascii", "\x80", 0, 1, "ordinal"), "bad_environment", "the token has characters"),
+        (
+            lambda: ValueError("Unknown scheme for proxy URL URL('ftp://x')"),
+            "bad_environment",
+            "or of a proxy, is none",
+        ),
+        (unsupported, "bad_environment", "the address of the Hub"),
+    ],
+)
+def test_what_the_library_stumbles_over_is_called_what_it_is(
+    error: Callable[[], Exception], code: str, said: str
+) -> None:
+    with pytest.raises(KizamiError, match=said) as refused, client.as_refusal("me/x"):
+        raise error()
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize("name", ["hub.json", "contents.jsonl"])
+def test_a_pipe_in_the_place_of_what_is_kept_of_the_hub_is_refused(
+    demo_checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    """Reading it would never end."""
+    (tmp_path / "out.source").mkdir()
+    (tmp_path / "out.source/hub.json").write_text('{"repo": "org/tiny", "commit": "0"}')
+    (tmp_path / "out.source" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "out.source" / name)
+    with LocalHub(tmp_path / "hub") as hub:
+        hub.add_repo("org/tiny", {file.name: file for file in demo_checkpoint.iterdir()})
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        program = [sys.executable, "-m", "kizami.cli", "convert", "org/tiny", str(tmp_path / "out")]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "is not what kizami keeps there" in done.stderr
+    assert [path.name for path in (tmp_path / "out.source").iterdir() if path.is_fifo()] == [name]
+
+
+def test_a_clean_up_that_fails_hides_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download that nobody waits for lays a file into the folder that is being removed."""
+    tries: list[Path] = []
+
+    def remove(mirror: Mirror) -> None:
+        tries.append(mirror.folder)
+        if len(tries) < 3:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(Mirror, "remove", remove)
+    monkeypatch.setattr(hub_source, "REMOVAL_PAUSE", 0)
+    mirror = Mirror(Repository("org/tiny", "0" * 40, {}), tmp_path / "out.source", Patience())
+    with pytest.raises(KizamiError, match="refused"), hub_source.refusals_leave_nothing(mirror, tmp_path / "out"):
+        raise KizamiError("refused", code="hub_error")
+    assert len(tries) == 3
 
 
 def test_a_limit_that_is_missed_waits_for_no_upload(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -479,8 +479,9 @@ def test_shards_that_left_the_disk_are_made_again_where_they_are_wanted(
     [
         (("push", "OUT", DST), {"HF_HUB_OFFLINE": "1"}, "hub_offline"),
         (("push", "OUT", "no-slash"), {}, "usage"),
+        (("push", "OUT", "datasets/x"), {}, "usage"),
         (("push", "OUT", DST, "--private"), {}, "push_target"),
-        (("plan", SRC), {"HF_ENDPOINT": "127.0.0.1:9"}, "hub_unreachable"),
+        (("plan", SRC), {"HF_ENDPOINT": "127.0.0.1:9"}, "bad_environment"),
         (("plan", SRC), {"HF_TOKEN": "schlüssel"}, "bad_environment"),
     ],
 )

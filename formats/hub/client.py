@@ -4,6 +4,7 @@
 """
 
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +26,15 @@ OnWait = Callable[[float, BaseException], None]  # is told of seconds, and of th
 TRIES = 8  # of a call; with the waits between them some four minutes
 MAX_WAIT = 60.0  # seconds, where the server says nothing
 MAX_TOLD_WAIT = 600.0  # where it does: `Retry-After` of a rate limit is at most five minutes
+SHORT_WAIT = 10.0  # seconds: as long as that huggingface_hub may wait by itself, which nobody is told of
 BUSY = (408, 425, 429, 500, 502, 503, 504)
+# `RateLimit` of draft-ietf-httpapi-ratelimit-headers-09, as huggingface_hub reads it: none left, seconds to the reset
+_RESET = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)", re.ASCII)
 # Seconds without a byte. huggingface_hub itself waits for ever, where the Hub's gateway gives up after a minute
 SILENCE = 120.0
 # Ours, or of a server that will say the same again
-NEVER = ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL", "TooManyRedirects", "DecodingError")
+NO_ADDRESS = "UnsupportedProtocol"  # of an endpoint without http://
+NEVER = (NO_ADDRESS, "LocalProtocolError", "InvalidURL", "TooManyRedirects", "DecodingError")
 
 
 def hub() -> "HfApi":
@@ -47,7 +52,8 @@ def hub() -> "HfApi":
 @cache
 def _bound_silence() -> None:
     """Once in a process: the client that huggingface_hub makes, with an end to its patience. By request, since most of
-    its calls say that they have none."""
+    its calls say that they have none; and by answer: some of its calls sleep as long as the server says, a day or a
+    year."""
     import huggingface_hub
 
     made_by: Any = importlib.import_module("huggingface_hub.utils._http").default_client_factory
@@ -58,12 +64,24 @@ def _bound_silence() -> None:
             kind: SILENCE if asked.get(kind) is None else asked[kind] for kind in ("connect", "read", "write", "pool")
         }
 
+    def hand_over(answer: Any) -> None:
+        if answer.status_code in BUSY and told_wait(answer.headers) > SHORT_WAIT:
+            answer.read()  # the server's words
+            hub_utils().hf_raise_for_status(answer)  # and it is us who wait
+
     def client() -> Any:
         made = made_by()
-        made.event_hooks = {**made.event_hooks, "request": [*made.event_hooks["request"], bound]}
+        for event, hook in (("request", bound), ("response", hand_over)):
+            made.event_hooks = {**made.event_hooks, event: [*made.event_hooks[event], hook]}
         return made
 
     huggingface_hub.set_client_factory(client)
+
+
+def told_wait(headers: Any) -> float:
+    """Seconds that a busy server asks for, of an answer's headers; 0 where it does not say, or gives a date."""
+    after, reset = headers.get("Retry-After", "").strip(), _RESET.search(headers.get("RateLimit", ""))
+    return max(float(after) if after.isdecimal() else 0.0, float(reset[1]) if reset is not None else 0.0)
 
 
 @cache
@@ -142,12 +160,12 @@ def as_refusal(repo: str) -> Iterator[None]:
         said = f"the Hub answers {status}: {_words(e)}"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
     except invalid_url():  # its words have what it takes for a port, which may be a password
-        hint = "correct HF_ENDPOINT and the proxy variables in the environment: http://HOST:PORT"
-        said = "the address of the Hub, or of a proxy, is none"
-        raise KizamiError(said, code="bad_environment", file=repo, hint=hint) from None
+        raise _bad_address(repo) from None
     except request_error() as e:
         if "header value" in str(e):  # whose words are the token
             raise _bad_token() from None
+        if type(e).__name__ == NO_ADDRESS:
+            raise _bad_address(repo) from None
         hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
         said = f"the Hub cannot be reached: {type(e).__name__} {_words(e)}".rstrip()
         raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
@@ -155,15 +173,23 @@ def as_refusal(repo: str) -> Iterator[None]:
         said = f"the proxy or endpoint of the environment needs a package: {_words(e)}"
         hint = "install it, or correct the proxy variables"
         raise KizamiError(said, code="bad_environment", file=repo, hint=hint) from None
-    except UnicodeDecodeError as e:
-        raise KizamiError(f"a card is not UTF-8: {_words(e)}", code="hub_error", file=repo) from None
-    except UnicodeError:  # into a header
-        raise _bad_token() from None
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:  # no JSON, or of another shape
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as e:
+        if isinstance(e, UnicodeEncodeError) and e.encoding != "idna":  # into a header
+            raise _bad_token() from None
+        host = isinstance(e, UnicodeError) and not isinstance(e, UnicodeDecodeError)  # that no IDNA can have
+        if host or "proxy URL" in str(e):
+            raise _bad_address(repo) from None
+        # no JSON, or of another shape
         said = f"the Hub's answer is none, or it refuses: {type(e).__name__} {_words(e)}"
         of_card = "license, language and tags of the card are those of the source's README.md"
         hint = of_card if "metadata" in str(e) else "is HF_ENDPOINT the Hub's? are the proxy variables right?"
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
+
+
+def _bad_address(repo: str) -> KizamiError:
+    hint = "correct HF_ENDPOINT and the proxy variables in the environment: http://HOST:PORT"
+    said = "the address of the Hub, or of a proxy, is none"
+    return KizamiError(said, code="bad_environment", file=repo, hint=hint)
 
 
 def _bad_token() -> KizamiError:
@@ -218,15 +244,13 @@ def wait_of(error: BaseException, tried: int) -> float | None:
     usual = min(MAX_WAIT, 2.0**tried)
     if isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in NEVER:
         return None
-    if isinstance(error, LocalEntryNotFoundError):
-        status = status_of(error.__cause__)
-        return usual if status is None or status in BUSY else None
-    if isinstance(error, HfHubHTTPError):
-        if status_of(error) not in BUSY:
-            return None
-        told: Any = error.response.headers.get("Retry-After", "")
-        seconds = float(told) if told.isascii() and told.isdigit() else 0.0
-        return max(usual, min(MAX_TOLD_WAIT, seconds))
+    of_address = isinstance(error, LocalEntryNotFoundError)
+    if of_address or isinstance(error, HfHubHTTPError):
+        answered: Any = error.__cause__ if of_address else error
+        status = status_of(answered)
+        if status in BUSY:
+            return max(usual, min(MAX_TOLD_WAIT, told_wait(answered.response.headers)))
+        return usual if of_address and status is None else None
     return usual if isinstance(error, (request_error(), ConnectionError, TimeoutError)) else None
 
 
