@@ -41,6 +41,21 @@ def test_sums_are_those_of_the_oracle(method: Method, block: tuple[int, int]) ->
             assert found[name] == pytest.approx(expected[name], rel=1e-7), name
 
 
+@pytest.mark.parametrize("share", [0, 0.0005, 0.01])
+@pytest.mark.parametrize("method", METHODS[:3], ids=str)
+def test_of_mostly_zeros_all_weights_are_the_largest_thousandth(method: Method, share: float) -> None:
+    """Where that begins at 0, every zero belongs to it."""
+    codes, scale, block = fp8(128, 320, (128, 128))
+    codes[np.random.default_rng(1).random(codes.shape) >= share] = 0
+    w = ref.dequantize(codes, scale, block)
+    for given in ((codes, scale, block), (w, None, None)):
+        result = quantize_linear(*given, 32, method)
+        expected = ref.error_sums(w, ref.unpack(result.packed), ref.from_bf16(result.scale), 32)
+        assert result.sums.top_n == expected["top_n"]
+        assert (result.sums.top_n == w.size) == (share < 0.001)
+        assert result.sums.top_e2 == pytest.approx(expected["top_e2"], rel=1e-7)
+
+
 @pytest.mark.parametrize("shape", [(1, 32), (31, 32), (32, 32), (250, 64), (200, 320)])
 def test_the_largest_thousandth_begins_at_an_exact_rank(shape: tuple[int, int]) -> None:
     codes, scale, block = fp8(*shape, (128, 128), seed=9)

@@ -240,7 +240,9 @@ def store_codes(
             minmax_codes(values, begin, b, s, packed, word, row, largest, clipped)
         else:
             nearest_codes(values, begin, b, s, packed, word, row, largest, clipped)
-        if peak[c] >= floor:
+        if peak[c] == 0:  # zeros, and no error
+            at_floor[0] += CHUNK * (floor == 0)
+        elif peak[c] >= floor:
             if is_code:
                 decode(codes, begin, b, w)
             else:
