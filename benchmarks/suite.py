@@ -3,11 +3,11 @@
     python benchmarks/suite.py --out results.json [--quick] [--peer PYTHON] [--rounds 3] [--only SECTION]
 
 Sections: size of the source, workers, group size, method, dtype of the source, shard size against memory, and
-llm-compressor, whose pins need an environment of its own: `--peer` is its interpreter. Each figure is one of a whole
-process, start and imports included, with the source in the page cache and the kernels compiled; cases of a section take
-turns, and figures are medians. memcpy and the disk are measured before every turn. Needs 20 GB of disk in WORK, most of
-it for a shard of 16 GB; what does not fit is left out and named. `--quick` is a rehearsal on a few MB. Exit code 1 if a
-program failed, 2 for a bad option.
+llm-compressor with either observer, whose pins need an environment of its own: `--peer` is its interpreter. Each figure
+is one of a whole process, start and imports included, with the source in the page cache and the kernels compiled; cases
+of a section take turns, and figures are medians. memcpy and the disk are measured before each turn. Needs 20 GB of disk
+in WORK, most of it for a shard of 16 GB; what does not fit is left out and named. `--quick` is a rehearsal on a few MB.
+Exit code 1 if a program failed, 2 for a bad option.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 import this_machine
 from suite_figures import Found, as_json, marginal_bytes_per_cpu_second, table, target_json, target_table, targets
-from suite_plan import FULL, NAMES, QUICK, Section, Source, sections, unique_sources, why_left_out
+from suite_plan import FULL, NAMES, PEER_NAMES, QUICK, Section, Source, sections, unique_sources, why_left_out
 from suite_run import Processes, run_section
 
 SCHEMA = "kizami.benchmark/1"
@@ -51,8 +51,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
         parser.error("--rounds and --peer-rounds are at least 1")
     if not args.out.absolute().parent.is_dir():
         parser.error("--out: no such folder")
-    if args.only == ["peer"] and not args.peer:
-        parser.error("--only peer: --peer PYTHON is missing")
+    if args.only and not args.peer and (alone := [name for name in args.only if name in PEER_NAMES]):
+        parser.error(f"--only {alone[0]}: --peer PYTHON is missing")
     return args
 
 
@@ -121,7 +121,8 @@ def main(words: list[str] | None = None) -> int:
     sources = QUICK if args.quick else FULL
     planned = sections(sources, machine["cores"], has_peer=bool(args.peer), peer_rounds=args.peer_rounds)
     planned = [one for one in planned if not args.only or one.name in args.only]
-    left = [] if args.peer else [{"section": "peer", "case": "llm-compressor", "why": "no --peer PYTHON was given"}]
+    peers = () if args.peer else PEER_NAMES
+    left = [{"section": name, "case": "llm-compressor", "why": "no --peer PYTHON was given"} for name in peers]
     found: list[Found] = []
 
     def say(text: str) -> None:

@@ -1,7 +1,7 @@
 """What `suite.py` measures: sources, cases and sections, for this many cores. Arithmetic only; nothing runs here."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Program = Literal["kizami", "llm-compressor"]
@@ -42,7 +42,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One process that is measured. most_rounds: of cases whose figures do not vary, or that take minutes."""
+    """One process that is measured. method: kizami's; of llm-compressor "minmax" or "mse", its observers. most_rounds:
+    of cases whose figures do not vary, or that take minutes."""
 
     label: str
     source: Source
@@ -90,7 +91,8 @@ QUICK = Sources(
     one_file=Source(2, layers_per_file=2, hidden=512, intermediate=256),
     holes=(Source(16, layers_per_file=16, sparse=True, hidden=512, intermediate=256),),
 )
-NAMES = ("size", "workers", "group-size", "method", "dtype", "shards", "peer")
+NAMES = ("size", "workers", "group-size", "method", "dtype", "shards", "peer", "peer-mse")
+PEER_NAMES = NAMES[-2:]
 
 
 def worker_counts(cores: int) -> list[int]:
@@ -108,7 +110,7 @@ def file_words(source: Source) -> str:
 
 
 def sections(sources: Sources, cores: int, *, has_peer: bool, peer_rounds: int = 1) -> list[Section]:
-    """In the order of NAMES; without the last one where there is no peer."""
+    """In the order of NAMES; without the last two where there is no peer."""
     middle = sources.middle
     spread = middle if cores <= 4 else sources.large  # 1 GB on many cores is over before they are all at work
     by_size = [Case(size_words(s.nbytes), s) for s in (sources.small, middle, sources.large)]
@@ -132,7 +134,11 @@ def sections(sources: Sources, cores: int, *, has_peer: bool, peer_rounds: int =
         Section("shards", "Memory against shard size (`minmax`, g32, one worker)", tuple(by_file)),
     ]
     if has_peer:
-        found.append(Section("peer", f"llm-compressor (g32, {cores} workers)", tuple(peer), same_bytes=(0, 2)))
+        searching = [peer[1], replace(peer[2], label="llm-compressor, MSE observer", method="mse", most_rounds=1)]
+        found += [
+            Section("peer", f"llm-compressor (g32, {cores} workers)", tuple(peer), same_bytes=(0, 2)),
+            Section("peer-mse", f"Searched scales (g32, {cores} workers)", tuple(searching)),
+        ]
     return found
 
 

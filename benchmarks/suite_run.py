@@ -155,7 +155,7 @@ def command(case: Case, source: Path, out: Path, peer: str | None) -> list[str]:
     if case.program == "llm-compressor":
         assert peer is not None
         # -I: beside the script lies a kernels.py, which transformers would take for the package of that name.
-        return [peer, "-I", str(HERE / "suite_peer.py"), str(source), str(out), str(case.group_size)]
+        return [peer, "-I", str(HERE / "suite_peer.py"), str(source), str(out), str(case.group_size), case.method]
     options = {"method": case.method, "group-size": case.group_size, "workers": case.workers}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-P", "-m", "kizami.cli", "convert", str(source), str(out), *words]

@@ -81,7 +81,7 @@ def test_a_tensor_that_one_side_lacks_is_not_equal(tmp_path: Path) -> None:
 def test_sections_have_the_names_of_only_and_differ_in_one_thing() -> None:
     made = plan.sections(plan.FULL, 2, has_peer=True)
     assert tuple(one.name for one in made) == plan.NAMES
-    assert [one.name for one in plan.sections(plan.FULL, 2, has_peer=False)] == list(plan.NAMES[:-1])
+    assert [one.name for one in plan.sections(plan.FULL, 2, has_peer=False)] == list(plan.NAMES[:-2])
     varies = {"size": {"source"}, "workers": {"workers"}, "group-size": {"group_size"}, "method": {"method"}}
     for section in made[:4]:
         fields = ("source", "method", "group_size", "workers", "program")
@@ -137,11 +137,14 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     steep = [row("a", Run(1.0, 1.0, 100 * 10**6)), row("b", Run(1.0, 1.0, 400 * 10**6))]
     peer = row("peer", Run(9.0, 9.0, 3 * GB), program="llm-compressor")
     met = [one.met for one in figures.targets([found("size", *flat), found("peer", row(), peer)])]
-    assert met == [True, None, True, True, None]
+    assert met == [True, None, False, None, None, True, True, None]
     searched = row("s", Run(1.0, 5.0, 200 * 10**6), method="search")
     met = [one.met for one in figures.targets([found("method", row(), searched), found("shards", *steep)])]
-    assert met == [None, False, False, None, False]
-    assert [one.met for one in figures.targets([])] == [None] * 5
+    assert met == [None, False, None, None, None, False, None, False]
+    assert [one.met for one in figures.targets([])] == [None] * 8
+    both = [row("s", Run(1.0, 2.0, 1), method="search"), row("p", Run(9.0, 200.0, 1), program="llm-compressor")]
+    measured = [one.measured for one in figures.targets([found("peer", *both), found("peer-mse", *both)])]
+    assert measured[2:5] == [None, 100.0, 100.0]
 
 
 def test_a_table_has_a_cell_for_each_column_and_names_what_failed() -> None:
@@ -305,14 +308,14 @@ def test_a_rehearsal_of_one_section(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len({one["output_bytes"] for one in section["rows"]}) == 1
     assert min(one["cpu_seconds"] for one in section["rows"]) > 0
     assert (result["schema"], result["targets"]) == ("kizami.benchmark/1", [])
-    assert [one["section"] for one in result["left_out"]] == ["peer"]
+    assert [one["section"] for one in result["left_out"]] == ["peer", "peer-mse"]
     assert "### Workers" in capsys.readouterr().out
 
 
 @pytest.mark.long
 def test_a_rehearsal_of_all_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, code = rehearse(tmp_path)
-    assert (code, [one["name"] for one in result["sections"]]) == (0, list(plan.NAMES[:-1]))
+    assert (code, [one["name"] for one in result["sections"]]) == (0, list(plan.NAMES[:-2]))
     errors = [one["error"] for section in result["sections"] for one in section["rows"]]
     assert set(errors) == {None}
     assert "Left out: peer" in capsys.readouterr().out
