@@ -128,16 +128,13 @@ def targets(found: Sequence[Found]) -> list[Target]:
     search = next((row.source_bytes / row.median.cpu / GB for row in method if row.case.method == "search"), None)
     ours = [row for some in rows.values() for row in some if row.case.program == "kizami"]
     peak = max((row.median.peak / MB for row in ours), default=None)
-    times = [
-        _times(rows.get(name, []), method)
-        for name, method in (("peer", "minmax"), ("peer", "search"), ("peer-mse", "search"))
-    ]
+    peer, mse = rows.get("peer", []), rows.get("peer-mse", [])
     return [
         Target("`minmax`, GB/s per core, the largest source", 1.0, minmax, at_least=True),
         Target("`search`, GB/s per core", 0.4, search, at_least=True),
-        Target("`minmax`, times as fast as llm-compressor, CPU", 30.0, times[0], at_least=True),
-        Target("`search`, times as fast as that", 15.0, times[1], at_least=True),
-        Target("`search`, times as fast as its MSE observer, CPU", 100.0, times[2], at_least=True),
+        Target("`minmax`, times as fast as llm-compressor, CPU", 30.0, _times(peer, "minmax"), at_least=True),
+        Target("`search`, times as fast as that", 15.0, _times(peer, "search"), at_least=True),
+        Target("`search`, times as fast as its MSE observer, CPU", 100.0, _times(mse, "search"), at_least=True),
         Target("highest peak of all cases, MB", 300.0, peak, at_least=False),
         Target("peak by size: highest / lowest", 1.1, flatness(size) if size else None, at_least=False),
         Target("peak by shard size: highest / lowest", 1.1, flatness(shards) if shards else None, at_least=False),
@@ -146,9 +143,9 @@ def targets(found: Sequence[Found]) -> list[Target]:
 
 def _times(rows: Sequence[Row], method: str) -> float | None:
     """CPU seconds of llm-compressor by those of kizami with `method`."""
-    cpu = {(row.case.program, row.case.method if row.case.program == "kizami" else ""): row.median.cpu for row in rows}
-    ours, theirs = cpu.get(("kizami", method)), cpu.get(("llm-compressor", ""))
-    return None if ours is None or theirs is None else theirs / ours
+    theirs = next((row.median.cpu for row in rows if row.case.program == "llm-compressor"), None)
+    ours = (row.median.cpu for row in rows if (row.case.program, row.case.method) == ("kizami", method))
+    return None if theirs is None else next((theirs / cpu for cpu in ours), None)
 
 
 def as_json(found: Found) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def _remove_soon(mirror: "Mirror") -> None:
     """Downloads that were not waited for may lay a file between two looks. What stays is used by the next run."""
     for _ in range(REMOVALS):
         with suppress(OSError):
-            return mirror.remove()
+            mirror.remove()
+            return
         time.sleep(REMOVAL_PAUSE)
 
 
@@ -258,7 +259,7 @@ def is_scratch(folder: Path) -> bool:
     """Whether it is a folder of ours: pinned, or empty but for a lock; files and folders, and nothing else."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    if any(not (path.is_file() or path.is_dir()) or path.is_symlink() for path in folder.iterdir()):
+    if any(path.is_symlink() or not (path.is_file() or path.is_dir()) for path in folder.iterdir()):
         return False
     return _pinned(folder) is not None or not set(os.listdir(folder)) - {"lock"}
 

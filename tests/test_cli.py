@@ -332,6 +332,7 @@ def test_env_names_versions_and_never_a_token(kizami: Run, monkeypatch: pytest.M
     assert body["variables"]["KIZAMI_WORKERS"] == "3"
 
 
+@pytest.mark.long
 def test_a_hub_id_is_found_in_the_local_cache(tiny_checkpoint: Path, tmp_path: Path) -> None:
     repo = tmp_path / "hub" / "models--org--name"
     shutil.copytree(tiny_checkpoint, repo / "snapshots" / ("a" * 40))

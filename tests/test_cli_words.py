@@ -48,6 +48,7 @@ def test_an_unfinished_output_is_called_that(kizami: Run, converted: Path, tmp_p
         assert (done.code, done.json["error"]["code"]) == (2, "unfinished"), words
 
 
+@pytest.mark.long
 def test_verify_against_another_commit_names_both(kizami: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     repo = tmp_path / "hub" / "models--org--tiny"
     for commit in ("a" * 40, "b" * 40):
@@ -233,6 +234,7 @@ def test_compiling_is_mentioned_only_while_nothing_is_compiled(tmp_path: Path, m
     assert watch.kernels_are_cold()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cold", [True, False])
 def test_plan_and_demo_foretell_the_compilation(
     kizami: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: bool

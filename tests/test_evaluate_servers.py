@@ -254,6 +254,7 @@ def test_a_and_b_are_of_one_kind(kizami: Run, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.long
 def test_two_servers_are_compared_conversation_by_conversation(kizami: Run, tmp_path: Path) -> None:
     names = [f"c{i}" for i in range(40)]
     turns = {name: (Turn(({"role": "user", "content": name},), (PARIS,)),) for name in names}

@@ -138,6 +138,7 @@ def test_a_disk_that_is_full_at_any_call_is_a_refusal(bench: Bench, fault_row: R
     fault_row("ENOSPC from a call that makes, writes, syncs or renames", len(points), "refused; then resumed")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_quota_that_is_used_up_is_a_refusal(bench: Bench, fault_row: Row) -> None:
     points = bench.kinds(bench.of("create", "write", "fsync", "close", "mkdir"))
@@ -163,6 +164,7 @@ def test_an_error_of_the_disk_at_any_call_is_a_refusal(bench: Bench, fault_row: 
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_cannot_be_looked_up_is_never_left_out(bench: Bench, fault_row: Row) -> None:
     """A path of which nothing is known may be followed as it stands; a file must not be missing from OUT for it."""
@@ -174,6 +176,7 @@ def test_what_cannot_be_looked_up_is_never_left_out(bench: Bench, fault_row: Row
     fault_row("EIO from any call that lists or looks up", "all", "refused, or `OUT` is right; then resumed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "calls"), [("short write", ("write",)), ("short read", READS)])
 def test_short_writes_and_reads_are_continued(bench: Bench, fault: str, calls: tuple[str, ...], fault_row: Row) -> None:
     points = [point for point in bench.of(*calls) if point.call != "write" or point.nbytes > 1]
@@ -228,6 +231,7 @@ def test_a_file_system_without_locks_is_called_that(bench: Bench, error: str, fa
 # ---------------------------------------------------------------- signals and other processes
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", -signal.SIGHUP)])
 def test_a_signal_in_any_phase_is_made_good(bench: Bench, name: str, code: int, fault_row: Row) -> None:

@@ -84,6 +84,7 @@ def test_a_dead_holder_leaves_no_lock(tmp_path: Path, clean: dict[str, str], fau
     fault_row("a convert while another holds the lock, and after that one's SIGKILL", 2, "refused; then resumed")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_of_two_processes_that_start_together_one_makes_out(
     tmp_path: Path, clean: dict[str, str], fault_row: Row
@@ -97,6 +98,7 @@ def test_of_two_processes_that_start_together_one_makes_out(
     fault_row("two processes with one `OUT`, started together", 1, "one of them makes `OUT`")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_first_process_of_a_container_obeys_sigterm(tmp_path: Path, clean: dict[str, str], fault_row: Row) -> None:
     """The kernel drops signals to process 1 for which it has no handler."""

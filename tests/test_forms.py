@@ -148,6 +148,7 @@ def test_scheme_bf16_decodes_everything_and_leaves_no_quantization_config(
     assert not [name for name in made if "scale" in name]
 
 
+@pytest.mark.long
 def test_scheme_fp8_block_rounds_as_torch_does(converted: Path, convert: Convert) -> None:
     out = convert(converted, "--scheme", "fp8-block")
     made, module = load_tensors(out), "model.layers.1.mlp.experts.1.down_proj"

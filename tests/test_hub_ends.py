@@ -52,6 +52,7 @@ def test_a_server_that_never_answers_is_asked_again_and_then_given_up(monkeypatc
     assert waits == ["ReadTimeout"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_conversion_whose_upload_stalls(
     tiny_checkpoint: Path, tmp_path: Path, number: signal.Signals
@@ -250,6 +251,7 @@ def test_a_clean_up_that_fails_hides_no_refusal(tmp_path: Path, monkeypatch: pyt
     assert len(tries) == 3
 
 
+@pytest.mark.long
 def test_a_limit_that_is_missed_waits_for_no_upload(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """The end was said, and Python would wait for the threads of the upload, deaf to signals."""
     with LocalHub(tmp_path / "hub") as hub:

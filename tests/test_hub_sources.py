@@ -64,6 +64,7 @@ def run(env: dict[str, str], *words: object) -> Done:
 # ------------------------------------------------------------------------------------------------ what a server may say
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("token", TOKENS)
 def test_a_token_that_the_server_sends_back_is_not_shown(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
@@ -113,6 +114,7 @@ def test_names_too_deep_for_a_folder_are_refused() -> None:
     assert path_problem("a/" * 1500 + "b") == "a name of more than 32 folders"
 
 
+@pytest.mark.long
 def test_errors_and_findings_name_the_repository_and_no_folder_that_is_gone(hub: LocalHub, env: dict[str, str]) -> None:
     commit = hub.commits(SRC)[-1].oid
     assert run(env, "check", SRC, "--json").json["checkpoint"] == f"{SRC}@{commit}"
@@ -194,6 +196,7 @@ def test_a_signal_ends_the_waiting_for_a_download(
     assert time.monotonic() - sent < 10
 
 
+@pytest.mark.long
 def test_the_scratch_folder_of_a_run_at_work_is_left_alone(env: dict[str, str], tmp_path: Path) -> None:
     scratch, out = tmp_path / "out.source", tmp_path / "out"
     for folder in (scratch, out):

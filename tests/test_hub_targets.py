@@ -141,6 +141,7 @@ def test_a_card_that_kizami_pushed_is_replaced_and_one_that_was_edited_there_sta
     assert there(hub)["README.md"] != files_of(mine)["README.md"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["config.json", "kizami.json", "tokenizer.json"])
 def test_what_changes_while_it_is_pushed_is_not_published(hub: LocalHub, out: Path, tmp_path: Path, file: str) -> None:
     mine = shutil.copytree(out, tmp_path / "mine")
@@ -165,6 +166,7 @@ def test_what_changes_while_it_is_pushed_is_not_published(hub: LocalHub, out: Pa
     assert (again.code, there(hub)) == (0, files_of(out)), again.err
 
 
+@pytest.mark.long
 def test_a_strangers_card_that_comes_meanwhile_stays(hub: LocalHub, out: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(out, tmp_path / "mine")
     assert run(hub, "push", mine, DST).code == 0
@@ -189,6 +191,7 @@ def test_one_that_comes_during_the_first_push_stays_too(
     assert ours.items() <= there(hub).items()
 
 
+@pytest.mark.long
 def test_a_model_that_another_finishes_meanwhile_gets_none_of_our_shards(hub: LocalHub, out: Path) -> None:
     theirs = {"config.json": b"{}", "pytorch_model.bin": b"weights"}
     hub.faults.add(Fault("move", "POST", "/commit/", repo=DST, files=theirs))

@@ -84,6 +84,7 @@ def test_a_projection_says_where_and_why_it_stops() -> None:
     assert json.loads(json.dumps(made)) == made
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_costs_of_a_shard_are_measured(tmp_path: Path) -> None:
     costs, measured = projection.measure_costs(tmp_path, Method("minmax"), experts=1, rounds=1)

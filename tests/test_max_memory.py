@@ -213,6 +213,7 @@ run(plan, checkpoint, Path(sys.argv[2]), max_memory=int(sys.argv[3]), on_event=d
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_another_limit(tiny_checkpoint: Path, tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, tiny_checkpoint, tmp_path / "out", str(10**9)], check=False)

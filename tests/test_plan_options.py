@@ -126,6 +126,7 @@ def test_a_commit_of_the_cache_is_told_from_another(kizami: Run, tiny_checkpoint
     assert kizami("plan", tiny_checkpoint, "--finished", tmp_path / "out").code == 0, "the same weights in a folder"
 
 
+@pytest.mark.long
 def test_of_a_source_on_the_hub_an_output_must_name_the_commit(
     tiny_checkpoint: Path, converted: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_parts_and_the_plain_command_give_the_bytes_of_a_local_run(
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.long
 def test_processes_that_start_together_share_a_folder(
     source: Path, clean: dict[str, str], tmp_path: Path, kizami: Run
 ) -> None:
@@ -422,6 +423,7 @@ def test_a_pipe_in_the_place_of_a_lock_holds_nobody(source: Path, tmp_path: Path
     assert caught.value.code in ("strange_file", "out_exists")
 
 
+@pytest.mark.long
 def test_an_interrupted_part_says_how_to_go_on(tiny_checkpoint: Path, tmp_path: Path, kizami: Run) -> None:
     words = ["convert", str(tiny_checkpoint), str(tmp_path / "out"), "--max-shard-size", "200KB", "--workers", "1"]
     of = len(build_plan(Checkpoint.open(tiny_checkpoint), Policy(max_shard_bytes=200_000), Method()).shards)

@@ -38,6 +38,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 NOT_KEPT = "inputs are not kept"  # of one module or of many: so all reasons are worded
 
+Key = tuple[Any, ...]  # role, layer, expert, part
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
@@ -139,7 +140,7 @@ class Solver:
     ) -> None:
         self._statistics, self._reader, self._device = statistics, reader, device
         self._stop = stop or Event()
-        self._steps = _linears(steps)
+        self._steps = linears(steps)
         self._lock = Lock()
         self._inputs: OrderedDict[int, LayerInputs] = OrderedDict()
         self._factors: OrderedDict[Any, Factor | None] = OrderedDict()
@@ -268,12 +269,17 @@ class Solver:
         return torch.from_numpy(array).to(self._device)
 
 
-def makers(wanted: Sequence[Step], steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Of the plan's `steps` the gate and up of each down_proj that is `wanted`, whose input they make; not those that
+def linears(steps: Sequence[Step]) -> dict[Key, Step]:
+    """Those of an MLP, by what they are."""
+    return {_key(step): step for step in steps if step.place.role in MLP_ROLES and step.place.part in PARTS}
+
+
+def makers(wanted: Sequence[Step], of: Mapping[Key, Step]) -> tuple[Step, ...]:
+    """Gate and up, `of` the plan's linears, of each down_proj that is `wanted`: they make its input. Without those that
     are wanted themselves."""
-    linears, there = _linears(steps), _linears(wanted)
+    there = linears(wanted)
     keys = ((*key[:3], part) for key in there if key[3] == "down_proj" for part in PARTS[:2])
-    return tuple(linears[key] for key in keys if key in linears and key not in there)
+    return tuple(of[key] for key in keys if key in of and key not in there)
 
 
 def source_weight(step: Step, reader: TensorReader) -> F32:
@@ -291,10 +297,6 @@ def pack(codes: NDArray[np.int8]) -> NDArray[np.int32]:
     return packed.view(np.int32)
 
 
-def _linears(steps: Sequence[Step]) -> dict[tuple[Any, ...], Step]:
-    return {_key(step): step for step in steps if step.place.role in MLP_ROLES and step.place.part in PARTS}
-
-
-def _key(step: Step) -> tuple[Any, ...]:
+def _key(step: Step) -> Key:
     place = step.place
     return place.role, place.layer, place.expert, place.part

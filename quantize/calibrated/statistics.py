@@ -1,9 +1,10 @@
 """STATS as a run uses it: whose statistics belong to which step, what is done without any, layers kept in memory."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from kizami.formats.checkpoint import CONFIG_NAME, Checkpoint
 from kizami.formats.errors import KizamiError
 from kizami.formats.families import Place, Role
 from kizami.formats.fingerprint import config_sha256
+from kizami.formats.reader import TensorReader
 from kizami.formats.statistics import LayerStatistics, Statistics, layer_file
 from kizami.quantize.calibrated.column_weights import pooled_input, shrunk_input, shrunk_neurons
 from kizami.quantize.calibrated.solver import Solver, check_gptq
+from kizami.quantize.on_device.names import CPU
 from kizami.quantize.plan import Plan, Step
 from kizami.quantize.settings import MethodName
 
@@ -61,6 +64,27 @@ class Fallback:
 class _Layer:
     statistics: LayerStatistics
     pooled: F64 | None  # [hidden]
+
+
+@contextmanager
+def calibration_of(
+    plan: Plan,
+    statistics: Statistics | None,
+    reader: TensorReader,
+    *,
+    held: int,
+    makers: Sequence[Step] = (),
+    device: str = CPU,
+    stop: Event | None = None,
+) -> Iterator["Calibration | None"]:
+    """What the threads of a run share; None of a method without STATS. makers: as `Solver`, beside the plan's steps."""
+    if statistics is None:
+        yield None
+    elif plan.method.name != "gptq":
+        yield Calibration(statistics, held)
+    else:
+        with closing(Solver(statistics, (*plan.steps, *makers), reader, device, stop)) as solver:
+            yield Calibration(statistics, held, solver)
 
 
 class Calibration:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kizami.formats.reader import TensorReader
 from kizami.formats.run_log import FOLDER
-from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver
-from kizami.quantize.calibrated.statistics import Calibration
+from kizami.quantize.calibrated.solver import SOLVER_WORKERS
+from kizami.quantize.calibrated.statistics import calibration_of
 from kizami.quantize.given import Given
 from kizami.quantize.linear import quantize_linear
 from kizami.quantize.max_memory import Crew, crew_here, memory_of, pieces_in_flight
@@ -69,10 +69,9 @@ class LocalPool:
             pool = ThreadPoolExecutor(workers, "kizami-compute") if workers > 1 else None
             lead = ThreadPoolExecutor(drivers, "kizami-shard")
             slots = Semaphore(pieces_in_flight(workers, drivers))
-            solver = None
-            if job.statistics is not None and plan.method.name == "gptq":
-                solver = Solver(job.statistics, plan.steps, reader, job.device, stop)
-            calibration = None if job.statistics is None else Calibration(job.statistics, drivers + 1, solver)
+            calibration = stack.enter_context(
+                calibration_of(plan, job.statistics, reader, held=drivers + 1, device=job.device, stop=stop)
+            )
             given = Given(journal.partial / FOLDER, plan) if plan.method.name in GIVEN and todo else None
             buffers, limit = memory_of(plan, workers, crew)
             shop = Shop(
@@ -97,8 +96,6 @@ class LocalPool:
                 for executor in (lead, pool):
                     if executor is not None:
                         executor.shutdown(wait=True, cancel_futures=True)
-                if solver is not None:
-                    solver.close()
                 if given is not None:
                     given.close()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from kizami.formats.errors import KizamiError
 from kizami.formats.reader import TensorReader
-from kizami.quantize.calibrated.solver import libraries
+from kizami.quantize.calibrated.solver import libraries, linears, makers
 from kizami.quantize.max_memory import base_bytes, crew_within
 from kizami.quantize.on_device.names import CPU
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard
@@ -157,6 +157,8 @@ class _Tasks:
     ) -> None:
         self._ray, self._job, self._record, self._delivery = ray, job, record, job.remote.delivery
         self._supply = supply
+        solves = job.plan.method.name == "gptq"
+        self._linears = linears(job.plan.steps) if solves else {}
         stats = None if job.statistics is None else str(job.statistics.root.absolute())
         partial = record.journal.partial.absolute()
         self._errand = ray.put(
@@ -167,7 +169,7 @@ class _Tasks:
                 "partial": str(partial),
                 "journal": journal_begin(partial),
                 "stats": stats,
-                "libraries": libraries(CPU) if job.plan.method.name == "gptq" else None,
+                "libraries": libraries(CPU) if solves else None,
                 "workers": workers,
                 "max_memory": max_memory,
             }
@@ -205,7 +207,8 @@ class _Tasks:
     def _send(self, shard: Shard, lost: int) -> None:
         mirror = self._job.remote.mirror
         contents = self._job.contents if mirror is None else mirror.contents()
-        parcel = Parcel.of(self._job.plan, self._job.checkpoint, shard, contents)
+        others = makers(shard.steps, self._linears)
+        parcel = Parcel.of(self._job.plan, self._job.checkpoint, shard, contents, others)
         self._waiting[self._task.remote(self._errand, pickle.dumps(parcel))] = shard, lost
 
     def _take(self, task: Any) -> None:

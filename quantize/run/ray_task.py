@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +25,8 @@ from kizami.formats.header import Header, read_header
 from kizami.formats.reader import TensorReader
 from kizami.formats.run_log import FOLDER, JOURNAL, read_own
 from kizami.formats.statistics import Statistics
-from kizami.quantize.calibrated.solver import SOLVER_WORKERS, Solver, libraries, makers, require_torch
-from kizami.quantize.calibrated.statistics import Calibration
+from kizami.quantize.calibrated.solver import SOLVER_WORKERS, libraries, require_torch
+from kizami.quantize.calibrated.statistics import calibration_of
 from kizami.quantize.max_memory import crew_here, memory_of, pieces_in_flight
 from kizami.quantize.on_device.names import CPU
 from kizami.quantize.plan import PLAN_FORMAT, Plan, Shard, Step
@@ -58,8 +58,15 @@ class Parcel:
     makers: tuple[Step, ...]
 
     @classmethod
-    def of(cls, plan: Plan, checkpoint: Checkpoint, shard: Shard, contents: Mapping[str, str]) -> "Parcel":
-        others = makers(shard.steps, plan.steps) if plan.method.name == "gptq" else ()
+    def of(
+        cls,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        shard: Shard,
+        contents: Mapping[str, str],
+        others: tuple[Step, ...] = (),
+    ) -> "Parcel":
+        """others: its `makers`."""
         files = {info.file for step in (*shard.steps, *others) for info in step.sources}
         headers = {file: replace(checkpoint.headers[file], tensors=()) for file in files}
         return cls(
@@ -109,18 +116,15 @@ def _convert(errand: dict[str, Any], packed: bytes) -> FinishedShard:
         _check_libraries(errand["libraries"])
     warm_up(plan)
     workers, limit = int(errand["workers"]), errand["max_memory"]
-    crew = None if limit is None else crew_here(int(limit), plan, workers, finishes=False)
-    workers = workers if crew is None else crew.workers
     if plan.method.name == "gptq":
         workers = min(workers, SOLVER_WORKERS)
+    crew = None if limit is None else crew_here(int(limit), plan, workers, finishes=False)
+    workers = workers if crew is None else crew.workers
     with TensorReader(checkpoint) as reader, ExitStack() as stack:
+        calibration = stack.enter_context(calibration_of(plan, statistics, reader, held=2, makers=parcel.makers))
         pool = stack.enter_context(ThreadPoolExecutor(workers, "kizami-compute")) if workers > 1 else None
         slots = Semaphore(pieces_in_flight(workers, 1))
         buffers, bytes_in_flight = memory_of(plan, workers, crew)
-        solver = None
-        if statistics is not None and plan.method.name == "gptq":
-            solver = stack.enter_context(closing(Solver(statistics, (*plan.steps, *parcel.makers), reader)))
-        calibration = None if statistics is None else Calibration(statistics, 2, solver)
         shop = Shop(
             plan, reader, buffers, partial, pool, slots, Event(), lambda piece: None, calibration,
             attempt=new_attempt(), limit=bytes_in_flight,
