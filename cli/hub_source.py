@@ -163,14 +163,14 @@ def open_target(
 
     target = Target(repo, private, patience(ui))
     head = target.begin() if make else target.open()
-    finished = refuse_other_model(head, plan_hash, lambda name: _read_there(head, name))
+    finished = refuse_other_model(head, plan_hash, lambda name: _read_there(head, name, target.patience))
     target.check_free(names if finished is None else (), begun, stake_of(plan_hash))
     return target, finished
 
 
-def _read_there(head: "Repository", name: str) -> dict[str, Any]:
+def _read_there(head: "Repository", name: str, patience: "Patience") -> dict[str, Any]:
     """The JSON object in a file of the repository. KizamiError "bad_json", and as `as_refusal`."""
-    from kizami.formats.hub.client import Patience, as_refusal, patiently
+    from kizami.formats.hub.client import as_refusal, patiently
     from kizami.formats.hub.ranges import read_range
     from kizami.formats.strict_json import parse_json_object
     from kizami.quantize.manifest import MAX_MANIFEST_BYTES
@@ -179,7 +179,7 @@ def _read_there(head: "Repository", name: str) -> dict[str, Any]:
     if size > MAX_MANIFEST_BYTES:
         raise KizamiError(f"has {size:,} bytes", code="push_target", file=f"{head.name}/{name}")
     with as_refusal(head.name):
-        data = patiently(lambda: read_range(head, name, 0, size), Patience())
+        data = patiently(lambda: read_range(head, name, 0, size), patience)
     return parse_json_object(data, f"{head.name}/{name}", what="file")
 
 
@@ -236,7 +236,7 @@ def patience(ui: Ui, tries: int | None = None) -> "Patience":
     from kizami.formats.hub.client import Patience, status_of
 
     def tell(seconds: float, error: BaseException) -> None:
-        status = status_of(error)
+        status = status_of(error) or status_of(error.__cause__)
         said = f"HTTP {status}" if status else type(error).__name__
         ui.progress(f"the Hub gives no answer ({said}): asked again in {duration(seconds)}")
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NAME_CHARACTERS = 2000  # longer than any real tensor name; a report line stays a line
 WARNINGS_SHOWN = 10
 MIN_CELL = 24  # a folded table cell is not narrower
+_unseen: list[str] = []  # warnings of a command under --json: they go into its object, whichever that is
 
 
 class Ui:
@@ -23,7 +24,7 @@ class Ui:
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False, json: bool = False) -> None:
         self.quiet, self.verbose, self.json = quiet, verbose, json
-        self._warned: list[str] = []  # that nobody has seen yet
+        _unseen.clear()
 
     @property
     def human(self) -> bool:
@@ -31,10 +32,7 @@ class Ui:
 
     def emit(self, command: str, body: dict[str, Any]) -> None:
         """The one object of --json. What was warned of before is in its `warnings`, too."""
-        stated = body.get("warnings", [])
-        if unseen := [text for text in self._warned if text not in stated]:
-            body = body | {"warnings": [*stated, *unseen]}
-        write_json(f"kizami.{command}/1", body)
+        write_json(f"kizami.{command}/1", _with_unseen(body))
 
     def say(self, text: str = "", style: str = "") -> None:
         """A line of the human summary; the last one goes through `result`."""
@@ -96,7 +94,7 @@ class Ui:
     def warn(self, texts: Iterable[str]) -> None:
         """Loud, also under -q. Under --json they are in the object, which comes later."""
         texts = list(texts)
-        self._warned += texts if self.json else []
+        _unseen.extend(texts if self.json else ())
         self._some("warning", texts, WARNINGS_SHOWN, "bold yellow")
 
     def fail(self, texts: Iterable[str], shown: int = 1) -> None:
@@ -118,6 +116,13 @@ class Ui:
         return not self.quiet and _is_terminal(sys.stderr)
 
 
+def _with_unseen(body: dict[str, Any]) -> dict[str, Any]:
+    stated = body.get("warnings", [])
+    unseen = [text for text in _unseen if text not in stated]
+    _unseen.clear()
+    return body | {"warnings": [*stated, *unseen]} if unseen else body
+
+
 def write_json(schema: str, body: dict[str, Any]) -> None:
     text = json.dumps({"schema": schema, **body}, indent=2, ensure_ascii=True, allow_nan=False)
     sys.stdout.write(text + "\n")
@@ -128,7 +133,7 @@ def show_error(error: KizamiError, *, as_json: bool) -> None:
     """One line on stderr, or the object `kizami.error/1` on stdout."""
     if as_json:
         fields = {key: getattr(error, key) for key in ("code", "message", "file", "tensor", "hint")}
-        write_json("kizami.error/1", {"error": fields})
+        write_json("kizami.error/1", _with_unseen({"error": fields}))
     else:
         kind = "" if error.code == "interrupted" else "error: "
         _print(sys.stderr, f"kizami: {kind}{error}", "bold red")

@@ -499,6 +499,12 @@ def test_who_names_modules_is_warned_about_what_no_engine_loads(
     for mode in ("--dry-run", "--quiet"):
         told = kizami(*words, mode, "--json").json["warnings"]
         assert [text for text in told if text.startswith("no engine would load the output: sglang: ")]
+    missed = kizami(*words[:2], tmp_path / "other", *words[3:], "--max-rel-error", "0.001", "--json")
+    assert missed.code == 1
+    assert [text for text in missed.json["warnings"] if text.startswith("no engine would load the output: sglang: ")]
+    refused = kizami(*words, "--executor", "ray", "--ray-address", "127.0.0.1:1", "--json")
+    assert (refused.code, refused.json["schema"]) == (2, "kizami.error/1")
+    assert [text for text in refused.json["warnings"] if text.startswith("no engine would load the output: sglang: ")]
 
 
 def test_a_part_of_a_checkpoint_is_converted_and_said_to_load_nowhere(

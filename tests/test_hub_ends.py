@@ -145,7 +145,8 @@ def test_an_address_that_is_none_is_no_bug_of_ours(
     [
         ("PUT", "cdn", {"Retry-After": "9999999999999"}),
         ("POST", "objects/batch", {"RateLimit": '"api";r=0;t=99999'}),
-        ("GET", "resolve/.*/tokenizer_config.json", {"Retry-After": "3600"}),
+        ("GET|HEAD", "resolve/.*/tokenizer_config.json", {"Retry-After": "3600"}),
+        ("GET", "me/tiny/resolve/.*/kizami.json", {"Retry-After": "900"}),
     ],
 )
 def test_a_server_that_wants_a_year_is_given_ten_minutes_and_that_is_told(
@@ -154,7 +155,8 @@ def test_a_server_that_wants_a_year_is_given_ten_minutes_and_that_is_told(
     """huggingface_hub would sleep that long, in some of its calls, without a word."""
     with LocalHub(tmp_path / "hub") as hub:
         hub.add_repo("org/tiny", {file.name: file for file in demo_checkpoint.iterdir()})
-        hub.faults.add(Fault("status", method, path, status=429, headers=headers))
+        hub.add_repo("me/tiny", {"kizami.json": b"{}"} if "kizami.json" in path else {})
+        hub.faults.add(Fault("status", method, path, times=99, status=429, headers=headers))
         words = ("convert", "org/tiny", tmp_path / "out", "--push-to", "me/tiny")
         with subprocess.Popen(
             [sys.executable, "-m", "kizami.cli", *map(str, words)],
@@ -177,6 +179,8 @@ def test_a_server_that_wants_a_year_is_given_ten_minutes_and_that_is_told(
         ({"Retry-After": "7"}, 7),
         ({"Retry-After": " 300 ", "RateLimit": '"api";r=0;t=12'}, 300),
         ({"RateLimit": '"api"; r=0; t=55'}, 55),
+        ({"RateLimit": '"a-b";r=00;t=3, "api";r=0;t=99999'}, 99999),
+        ({"Retry-After": "\xb2"}, client.MAX_WAIT),
         ({"RateLimit": '"api";r=3;t=55'}, 0),  # something is left: another limit was hit
         ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0),
         ({"Retry-After": "-1"}, 0),
@@ -198,7 +202,7 @@ def unsupported() -> Exception:
         (lambda: OverflowError("timestamp out of range"), "hub_error", "answer is none"),
         (lambda: UnicodeError("label empty or too long"), "bad_environment", "the address of the Hub"),
         (lambda: UnicodeEncodeError("idna", "a", 0, 1, "label too long"), "bad_environment", "the address of the Hub"),
-        (lambda: UnicodeEncodeError("ascii", "\x80", 0, 1, "ordinal"), "bad_environment", "the token has characters"),
+        (lambda: UnicodeEncodeError("ascii", "\x80", 0, 1, "ordinal"), "bad_environment", "the token, or another"),
         (
             lambda: ValueError("Unknown scheme for proxy URL URL('ftp://x')"),
             "bad_environment",
@@ -232,6 +236,18 @@ def test_a_pipe_in_the_place_of_what_is_kept_of_the_hub_is_refused(
     assert done.returncode == 2, done.stderr
     assert "is not what kizami keeps there" in done.stderr
     assert [path.name for path in (tmp_path / "out.source").iterdir() if path.is_fifo()] == [name]
+
+
+def test_a_file_that_this_token_may_not_read_is_no_matter_of_the_network(demo_checkpoint: Path, tmp_path: Path) -> None:
+    with LocalHub(tmp_path / "hub") as hub:
+        hub.add_repo("org/tiny", {file.name: file for file in demo_checkpoint.iterdir()})
+        hub.faults.add(Fault("status", "GET|HEAD", "resolve/.*/tokenizer_config.json", status=403, times=99))
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        program = [sys.executable, "-m", "kizami.cli", "convert", "org/tiny", str(tmp_path / "out"), "--json"]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["code"]) == (2, "hub_error")
+    assert error["message"].startswith("the Hub answers 403")
 
 
 def test_a_clean_up_that_fails_hides_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +363,7 @@ def test_a_token_that_no_header_can_hold_is_not_shown(tiny_checkpoint: Path, tmp
                 [sys.executable, "-m", "kizami.cli", *words, "--debug"], env=environment, capture_output=True, text=True
             )
             assert done.returncode == 2
-            assert "the token has characters that no header can have" in done.stderr
+            assert "the token, or another variable of huggingface_hub, has characters that no header" in done.stderr
             assert "SECRETX" not in done.stderr + done.stdout
 
 

@@ -26,10 +26,11 @@ OnWait = Callable[[float, BaseException], None]  # is told of seconds, and of th
 TRIES = 8  # of a call; with the waits between them some four minutes
 MAX_WAIT = 60.0  # seconds, where the server says nothing
 MAX_TOLD_WAIT = 600.0  # where it does: `Retry-After` of a rate limit is at most five minutes
-SHORT_WAIT = 10.0  # seconds: as long as that huggingface_hub may wait by itself, which nobody is told of
+SHORT_WAIT = 2.0  # seconds: as long as that huggingface_hub may wait by itself, five times, which nobody is told of
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 # `RateLimit` of draft-ietf-httpapi-ratelimit-headers-09, as huggingface_hub reads it: none left, seconds to the reset
-_RESET = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)", re.ASCII)
+_RESET = re.compile(r";\s*r\s*=\s*0+\s*;\s*t\s*=\s*(\d+)", re.ASCII)
+NETWORK = "is there a network? HF_ENDPOINT and proxies are read from the environment"
 # Seconds without a byte. huggingface_hub itself waits for ever, where the Hub's gateway gives up after a minute
 SILENCE = 120.0
 # Ours, or of a server that will say the same again
@@ -80,8 +81,10 @@ def _bound_silence() -> None:
 
 def told_wait(headers: Any) -> float:
     """Seconds that a busy server asks for, of an answer's headers; 0 where it does not say, or gives a date."""
-    after, reset = headers.get("Retry-After", "").strip(), _RESET.search(headers.get("RateLimit", ""))
-    return max(float(after) if after.isdecimal() else 0.0, float(reset[1]) if reset is not None else 0.0)
+    after, resets = headers.get("Retry-After", "").strip(), _RESET.findall(headers.get("RateLimit", ""))
+    if after.isdigit() and not after.isdecimal():  # as in 10², over which huggingface_hub would stumble
+        return MAX_WAIT
+    return max(float(seconds) for seconds in ("0", *resets, after if after.isdecimal() else "0"))
 
 
 @cache
@@ -142,10 +145,10 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = "of a commit all 40 digits are needed"
         raise KizamiError("has no such branch, tag or commit", code="hub_not_found", file=repo, hint=hint) from None
     except errors.LocalEntryNotFoundError as e:  # of a file's address: whatever the server said, it gave none
-        hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
-        status = status_of(e.__cause__)
-        said = f"the Hub gives no address of a file: {f'it answers {status}' if status else type(e.__cause__).__name__}"
-        raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
+        if isinstance(e.__cause__, errors.HfHubHTTPError):
+            raise _answered(e.__cause__, repo) from None
+        said = f"the Hub gives no address of a file: {type(e.__cause__).__name__}"
+        raise KizamiError(said, code="hub_unreachable", file=repo, hint=NETWORK) from None
     except errors.EntryNotFoundError as e:
         raise KizamiError(f"a file is gone: {_words(e)}", code="hub_not_found", file=repo) from None
     except errors.HFValidationError:
@@ -154,11 +157,7 @@ def as_refusal(repo: str) -> Iterator[None]:
         hint = "unset HF_HUB_OFFLINE, or download it before"
         raise KizamiError("HF_HUB_OFFLINE is set", code="hub_offline", file=repo, hint=hint) from None
     except errors.HfHubHTTPError as e:
-        status = status_of(e)
-        hints = {401: "is the token right? `hf auth whoami` tells", 403: "may the token write there?"}
-        hint = hints.get(status or 0, "try again later")
-        said = f"the Hub answers {status}: {_words(e)}"
-        raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
+        raise _answered(e, repo) from None
     except invalid_url():  # its words have what it takes for a port, which may be a password
         raise _bad_address(repo) from None
     except request_error() as e:
@@ -166,9 +165,8 @@ def as_refusal(repo: str) -> Iterator[None]:
             raise _bad_token() from None
         if type(e).__name__ == NO_ADDRESS:
             raise _bad_address(repo) from None
-        hint = "is there a network? HF_ENDPOINT and proxies are read from the environment"
         said = f"the Hub cannot be reached: {type(e).__name__} {_words(e)}".rstrip()
-        raise KizamiError(said, code="hub_unreachable", file=repo, hint=hint) from None
+        raise KizamiError(said, code="hub_unreachable", file=repo, hint=NETWORK) from None
     except ImportError as e:
         said = f"the proxy or endpoint of the environment needs a package: {_words(e)}"
         hint = "install it, or correct the proxy variables"
@@ -186,6 +184,13 @@ def as_refusal(repo: str) -> Iterator[None]:
         raise KizamiError(said, code="hub_error", file=repo, hint=hint) from None
 
 
+def _answered(error: BaseException, repo: str) -> KizamiError:
+    status = status_of(error)
+    hints = {401: "is the token right? `hf auth whoami` tells", 403: "may the token read or write there?"}
+    hint = hints.get(status or 0, "try again later")
+    return KizamiError(f"the Hub answers {status}: {_words(error)}", code="hub_error", file=repo, hint=hint)
+
+
 def _bad_address(repo: str) -> KizamiError:
     hint = "correct HF_ENDPOINT and the proxy variables in the environment: http://HOST:PORT"
     said = "the address of the Hub, or of a proxy, is none"
@@ -193,8 +198,8 @@ def _bad_address(repo: str) -> KizamiError:
 
 
 def _bad_token() -> KizamiError:
-    said = "the token has characters that no header can have"
-    return KizamiError(said, code="bad_environment", hint="correct HF_TOKEN and HF_ENDPOINT in the environment")
+    said = "the token, or another variable of huggingface_hub, has characters that no header can have"
+    return KizamiError(said, code="bad_environment", hint="correct HF_TOKEN and the other HF_ ones in the environment")
 
 
 def status_of(error: BaseException | None) -> int | None:
